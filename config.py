@@ -7,7 +7,6 @@ loaded or written.
 
 import importlib
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +32,9 @@ def parse_config(argv: list[str]) -> Config:
     """The Config of a command line. With --resume, the defaults are the settings of that run."""
     cfg = flags.read(Config, argv)
     stored = Path(cfg.out_dir) / "config.json"
-    if cfg.resume and os.path.exists(stored):
+    if cfg.resume and not stored.exists() and cfg == Config(resume=True, out_dir=cfg.out_dir):
+        raise InputError(f"--resume: {cfg.out_dir} holds no run, and no flag says what to start")
+    if cfg.resume and stored.exists():
         run = Config(**checkpoint.stored_config(stored.parent))
         run = replace(run, out_dir=cfg.out_dir, resume=True)  # the folder may have been moved
         free = {*FREE_TO_CHANGE}

@@ -316,15 +316,17 @@ def _text_or_number(value, key: str):
 def reference_answer(value: str | int | float | Decimal) -> str:
     """The reference answer in a value.
 
-    >>> reference_answer("24+48=72 #### 72"), reference_answer(0.1 + 0.2)
-    ('72', '0.3')
+    >>> reference_answer("24+48=72 #### 72"), reference_answer(0.1 + 0.2), reference_answer("$2x$")
+    ('72', '0.3', '2x')
     """
     if isinstance(value, (float, Decimal)):
         if not math.isfinite(value):
             return ""
         value = f"{value:.15g}" if isinstance(value, float) else value  # not 0.1 + 0.2's noise
         value = f"{Decimal(value).normalize(Context(prec=MAX_PREC)):f}"
-    return parts(str(value))[1].strip()
+    text = parts(str(value))[1].strip()
+    dollars = len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]
+    return text[1:-1].strip() if dollars else text
 
 
 def together(answers: list[str]) -> str:

@@ -296,6 +296,11 @@ def any_order(batch, generator: Generator) -> torch.Tensor:
     return torch.from_numpy(generator.permutation(batch.live.numel()))
 
 
+def whose_rule(batch) -> str:
+    """Which of a run's two rules looks at this batch."""
+    return f"the rule of {'prompts' if batch.live.dim() == 1 else 'completions'}"
+
+
 @dataclass(frozen=True)
 class Rule:
     """Keeps at random, and weights by 1 / P(kept): an entry of COMPLETION_RULES or PROMPT_RULES.
@@ -319,18 +324,18 @@ class Rule:
 
     def keep_prob(self, batch, prune_rate: float) -> torch.Tensor:
         """The probabilities, float64, checked."""
-        p = self.chance(batch, prune_rate)
+        p, whose = self.chance(batch, prune_rate), whose_rule(batch)
         if p.shape != batch.live.shape:
             wanted, found = list(batch.live.shape), list(p.shape)
-            raise RuleError(f"a rule must return probabilities of shape {wanted}, not {found}")
+            raise RuleError(f"{whose} must return probabilities of shape {wanted}, not {found}")
         valid = (p >= 0) & (p <= 1) & ((p > 0) | ~batch.live)  # NaN is not
         if not valid.all():
             raise RuleError(
-                "a rule must return probabilities from 0 to 1, and above 0 wherever batch.live is "
-                f"True, not {p[~valid][0].item():g}. A dppo.BiasedRule may keep with probability 0"
+                f"{whose} must return probabilities from 0 to 1, and above 0 wherever batch.live "
+                f"is True, not {p[~valid][0].item():g}. A dppo.BiasedRule may have 0"
             )
         if prune_rate == 0 and self.rate is not None and (p[batch.live] < 1).any():
-            raise RuleError("a rule must keep all that is live at prune rate 0, or say rate=None")
+            raise RuleError(f"{whose} must keep all that is live at rate 0, or say rate=None")
         return p.double()
 
     def draw(self, batch, prune_rate: float, generator: Generator) -> Drawn:
@@ -359,7 +364,9 @@ class BiasedRule:
         keep, weights = self.select(batch, prune_rate, generator)
         if not keep.shape == weights.shape == batch.live.shape:
             wanted = list(batch.live.shape)
-            raise RuleError(f"a rule must return (keep, weights), both of shape {wanted}")
+            raise RuleError(
+                f"{whose_rule(batch)} must return (keep, weights), both of shape {wanted}"
+            )
         keep = keep.bool() & batch.live
         return keep, torch.where(keep, weights.double(), 0.0)
 

@@ -71,6 +71,18 @@ def model_folder(model: str) -> str:
     return str(arithmetic.BASE) if model == "tiny" else model
 
 
+def check_memory(cfg: Config) -> None:
+    """InputError if no step can fit into the GPU. Reads only a config: before data are loaded."""
+    source = ranks.broadcast(model_folder, cfg.model)
+    try:
+        shape = AutoConfig.from_pretrained(lora.base_of(source) or source)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape)
+    except Exception:  # load_models will say what is wrong with the model
+        return
+    memory.check(model, cfg, ranks.world(), torch.cuda.mem_get_info()[1])
+
+
 def load_models(cfg: Config, saved: Path | None) -> Models:
     """The models of --model, or of a checkpoint that the run resumes from."""
     base = cfg.model
@@ -152,7 +164,7 @@ def sampling(
     if not ends:
         raise InputError(f"--model {cfg.model}: nothing names its end token: set eos_token")
     pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    engine = ENGINES.get(cfg.engine)
+    engine = None if cfg.engine == "vllm" else ENGINES[cfg.engine]
     if cfg.engine == "vllm":
         from engines import vllm_engine
 

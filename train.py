@@ -95,6 +95,8 @@ class Trainer:
         if cfg.model == "tiny":
             # A second thread gains 4 %. Beside another program it makes a step 4.5 times as long.
             torch.set_num_threads(1)
+        if cfg.device == "cuda":
+            models.check_memory(cfg)
         problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
         parts = {"trainer": type(self), "reward": self.reward, "eval reward": self.eval_reward}

@@ -34,8 +34,8 @@ class Sequence(NamedTuple):
 
 
 class UpdateStats(NamedTuple):
-    """Sums over the completion tokens of one update. To add one, name it here and in
-    accumulate_gradients, in its place."""
+    """Sums over an update, of completion tokens where nothing else is said. To add one, name it
+    here and in accumulate_gradients, in its place."""
 
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta

@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 import trl
 from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import dppo
@@ -82,7 +83,7 @@ class DPPOConfig(trl.GRPOConfig):
     """GRPOConfig with the options of pruning. With both rules "none", DPPOTrainer is GRPOTrainer,
     bit for bit."""
 
-    completion_rule: str = "adaptive"  # none, nonzero, uniform, dppo or pps; after reward
+    completion_rule: str = "adaptive"  # or none, nonzero, uniform, dppo, pps; after reward
     completion_prune_rate: float = 0.7  # share dropped: pps of tokens; dppo: chance of dropping one
     rest: float = dppo.REST  # for adaptive: time of all but training, over training on everything
     prompt_rule: str = "none"  # uniform or dppo; before rollout
@@ -141,6 +142,10 @@ class DPPOTrainer(trl.GRPOTrainer):
             getattr(config, "rope_parameters", None),
             f"{config.model_type}: without rotary positions, padding would change what the model "
             "computes; use another model, or TRL's GRPOTrainer",
+        )
+        require(
+            args.prompt_rule == "none" or isinstance(self.train_dataset, Dataset),
+            f"prompt_rule={args.prompt_rule!r} remembers every prompt: give a Dataset",
         )
         rule, world, G = args.prompt_rule, self.accelerator.num_processes, self.num_generations
         require(

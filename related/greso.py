@@ -64,6 +64,7 @@ class GresoTrainer(train.Trainer):
             every.lengths.double(), every.truncated.double(), every.entropy.double(),
         )  # fmt: skip
         row["kept/prompts"] = len(every.lengths) / self.cfg.prompts_per_step
+        row["tokens/generated"] = every.lengths.sum().item()
         return row, others
 
     def candidates(self, step):

@@ -24,10 +24,10 @@ words)
     }
     equal_seconds --seeds 5 --methods \
         "nonzero, 16 x 8=--method nonzero $batch --steps 8 --lr 2e-5 --eval-every 8" \
-        "adaptive, 16 x 8=--method adaptive $batch --steps 16 --lr 2e-5 --eval-every 16"
+        "adaptive, 16 x 8=--method adaptive $batch --steps 14 --lr 2e-5 --eval-every 14"
     equal_seconds --seeds 3 --methods \
-        "adaptive, LoRA 8 at 2e-4=--method adaptive $batch --steps 16 --lora 8 --lr 2e-4 --eval-every 16" \
-        "adaptive, LoRA 8 at 4e-4=--method adaptive $batch --steps 16 --lora 8 --lr 4e-4 --eval-every 16"
+        "adaptive, LoRA 8 at 2e-4=--method adaptive $batch --steps 14 --lora 8 --lr 2e-4 --eval-every 14" \
+        "adaptive, LoRA 8 at 4e-4=--method adaptive $batch --steps 14 --lora 8 --lr 4e-4 --eval-every 14"
     ;;
 reach)
     until_accuracy() {

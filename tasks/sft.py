@@ -36,6 +36,7 @@ if __name__ == "__main__":
 import torch
 
 import chat_format
+import config
 import data
 import models
 import packing
@@ -117,6 +118,8 @@ def main(cfg: Config) -> None:
     """One supervised run: all steps, then a checkpoint. Raises InputError for bad input before
     anything is written."""
     ranks.check_single("tasks.sft")
+    for name in ("steps", "batch_size", "lr"):
+        config.require(cfg, name, getattr(cfg, name) > 0, "above 0")
     device = choose_device(cfg.device)
     cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device))
     out_dir = Path(cfg.out_dir)
@@ -128,6 +131,8 @@ def main(cfg: Config) -> None:
         model, tokenizer = models.load_policy(models.model_folder(cfg.model), device, samples=False)
         chat_format.fix_date(tokenizer, checkpoint.first_date(None))
         pairs = encode(cfg, tokenizer, model.longest, model)
+        most = len(pairs)
+        config.require(cfg, "batch_size", cfg.batch_size <= most, f"at most {most}, the problems")
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
         record = log.Log(out_dir)
         record.open(0)

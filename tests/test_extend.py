@@ -119,7 +119,7 @@ WRONG = [  # the probabilities of a batch, a prune rate, the message
     (lambda batch, _: ones((1, 4)), 0.5, r"must return probabilities of shape \[2, 4\], not \[1"),
     (lambda batch, _: 1.5 * ones((2, 4)), 0.5, "must return .* from 0 to 1, .*, not 1.5"),
     (lambda batch, _: 0.0 * ones((2, 4)), 0.5, "must return .* above 0 wherever .*, not 0"),
-    (lambda batch, _: ones((2, 4)) / 2, 0.0, "must keep all that is live at prune rate 0"),
+    (lambda batch, _: ones((2, 4)) / 2, 0.0, "must keep all that is live at rate 0"),
 ]
 
 

@@ -123,6 +123,7 @@ def test_it_trains_on_live_groups(policy_folder, tmp_path, monkeypatch):
         assert torch.allclose(factor, torch.full_like(factor, 1 / (4 * 3 * 6)))  # Q x G x tokens
         assert row["kept/prompts"] == len(every.prompts) / 4 >= 1.5
         assert row["reward"] == pytest.approx(every.rewards.mean().item()), "of all groups"
+        assert row["tokens/generated"] == every.rollouts.lengths.sum()
         rolled_out += len(every.prompts)
     assert trainer.greso.cursor > rolled_out, "some were skipped"
     calls = [call for call in sample.call_args_list if call.args[2].engine is engine]

@@ -39,6 +39,8 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5]
     with pytest.raises(InputError, match=r"--steps 4: the run in .* has 1"):
         config.parse_config([*falling, "--steps", "4"])
+    with pytest.raises(InputError, match="nowhere holds no run, and no flag says what to start"):
+        config.parse_config(["--resume", "--out-dir", "nowhere"])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").rename(tmp_path / "out")
     assert config.parse_config(["--resume"]).out_dir == "out", "not where it was"

@@ -9,6 +9,7 @@ import toy
 import config
 import dppo
 import rollout
+from tasks import arithmetic
 
 
 def take_steps(trainer):
@@ -85,7 +86,7 @@ def test_only_inexact_runs_say_so(run, capsys):
 # ---------------------------------------------------------------------------- rules and losses
 
 
-@pytest.mark.parametrize(("loss", "minibatches"), [("grpo", 1), ("dapo", 2)])
+@pytest.mark.parametrize(("loss", "minibatches"), [("grpo", 2), ("dapo", 2)])
 def test_masked_truncation(start, monkeypatch, loss, minibatches):
     """Truncated completions carry no loss and no token in DAPO's count; GRPO still divides by all
     sequences. Catches a mask after the count, one that also changes the advantages, one that only
@@ -117,18 +118,36 @@ def test_masked_truncation(start, monkeypatch, loss, minibatches):
 
 
 def test_a_draw_sees_only_its_own_minibatch(start, monkeypatch):
-    """Because its update is at other parameters. Catches a budget that counts completions of other
-    mini-batches, and a --rest that no rule sees."""
+    """Each gets a batch of its own prompts, whose sizes follow from them alone. A completion's cost
+    has its prompt in it, and its size the weight of its prompt, because the noise that is added is
+    that of the weighted term.
+
+    Catches a floor of sizes, a budget or a rest that counts completions of other mini-batches,
+    whose update is at other parameters, and costs without the prompt's tokens.
+    """
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
+    monkeypatch.setattr(dppo, "SIZE_FLOOR", 0.9)  # so high that it acts
     prune, batches = dppo.prune_completions, []
     record = lambda *args: batches.append(args[2]) or prune(*args)
     monkeypatch.setattr(dppo, "prune_completions", record)
-    trainer = start(method="adaptive", minibatches=2, steps=2, rest=0.25)
+    options = {"prompt_rule": "dppo", "prompt_prune_rate": 0.5, "steps": 8, "loss": "dr_grpo"}
+    options |= {"minibatches": 2, "completion_prune_rate": 0.6, "rest": 0.25}
+    trainer = start(method="pps", **options)
     take_steps(trainer)
-    assert len(batches) == 4
+    assert any(len(set(seen.prompt_weights.tolist())) > 1 for seen in trainer.steps)
+    assert len(batches) == 2 * len(trainer.steps)
     for number, batch in enumerate(batches):
-        seen, rows = trainer.steps[number // 2], slice(2 * (number % 2), 2 * (number % 2) + 2)
-        for name in ("advantages", "rewards", "cost"):
-            assert torch.equal(getattr(batch, name), getattr(seen, name)[rows]), name
+        seen = trainer.steps[number // 2]
+        rows = seen.kept.nonzero()[:, 0] // 2 == number % 2  # halves of the window of 4
+        prompts = seen.taught.prompts[rows].tolist()
+        tokens = torch.tensor([len(trainer.train_ids[q]) for q in prompts])
+        assert torch.equal(batch.rewards, seen.rewards[rows])
+        assert torch.equal(batch.advantages, seen.advantages[rows])
+        assert torch.equal(batch.cost, tokens[:, None] + seen.lengths[rows])
+        energy = seen.updates[0].rollouts.energy[rows]
+        factor = (seen.prompt_weights[:, None] * seen.scale)[rows]
+        own = dppo.contribution_size(batch.advantages, factor, energy, 0.0)
+        torch.testing.assert_close(batch.size, own)
         assert batch.rest == 0.25
 
 
@@ -147,3 +166,19 @@ def test_a_count_of_zero_tokens_is_not_known(start, monkeypatch):
     options = {"loss": "dapo", "mask_truncated": True, "prompt_rule": "uniform"}
     rows = take_steps(start(method="pps", steps=3, prompt_prune_rate=0.5, **options))
     assert [row["kept/prompts"] for row in rows] == [1.0, 1.0, 0.5]
+
+
+def test_the_count_of_tokens_of_pruned_prompts(start, monkeypatch):
+    """DAPO's denominator is then a moving average of earlier steps. Catches one that stays what it
+    was, and one that counts what was rolled out without the prompts' weights."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
+    rates = {"prompt_prune_rate": 0.6, "completion_prune_rate": 0.6}
+    trainer = start(method="dppo", loss="dapo", steps=6, minibatches=2, **rates)
+    take_steps(trainer)
+    known = None
+    for seen in trainer.steps:
+        found = (seen.prompt_weights[:, None] * seen.lengths).sum().item()
+        tokens = known or found
+        assert torch.allclose(seen.scale, torch.tensor(2 / tokens).double(), rtol=1e-9)
+        known = tokens + (found - tokens) / 10
+    assert any(len(seen.prompt_weights) < 4 for seen in trainer.steps)

@@ -98,14 +98,15 @@ def test_problems_with_a_solution(tmp_path):
 
 
 def test_a_run(teach, tmp_path, monkeypatch):
-    """Catches an update that is not applied, a killed run that cannot be started again, and a
-    finished one that is written over."""
-    update, calls = sft.update, itertools.count(1)
+    """Catches an update that is not applied, a killed run that cannot be started again, a finished
+    one that is written over, a problem that is repeated or left out, and a rate off by a step."""
+    update, calls, batches = sft.update, itertools.count(1), []
 
-    def killed(*args):
+    def killed(model, optimizer, batch, cfg):
         if next(calls) == 3:
             raise ConnectionError
-        return update(*args)
+        batches.append(batch)
+        return update(model, optimizer, batch, cfg)
 
     monkeypatch.setattr(sft, "update", killed)
     with pytest.raises(ConnectionError):
@@ -113,6 +114,9 @@ def test_a_run(teach, tmp_path, monkeypatch):
     first, *_, last = teach("run", steps=8)
     assert (first["step"], last["step"], len(rows(tmp_path / "run"))) == (1, 8, 8)
     assert last["loss"] < first["loss"]
+    epoch = [pair for batch in batches[2:5] for pair in batch]
+    assert len({str(pair) for pair in epoch}) == len(epoch) == 12
+    assert last["learning_rate"] == pytest.approx(1e-3 * 8 / 10 * 1 / 8)
     (again, *_) = teach("more", steps=1, model=str(tmp_path / "run" / "checkpoint"))
     assert again["loss"] < first["loss"]
     with pytest.raises(InputError, match="run holds a checkpoint: use another folder"):

@@ -6,11 +6,13 @@ import pytest
 import torch
 import toy
 from test_packing import flat_grad, plain_logprobs
+from transformers import Qwen3ForCausalLM
 
 import config
 import models
 import packing
 import update
+from runtime import InputError
 
 # ------------------------------------------------------------------------- the update
 
@@ -60,6 +62,8 @@ def test_the_sums_are_the_formulas(
         reference=frozen,
     )  # fmt: skip
     grad = flat_grad(model)
+    assert got.tokens <= got.slots
+    assert got.slots % 16 == 0
 
     model.gradient_checkpointing_disable()
     model.zero_grad()
@@ -178,3 +182,18 @@ def test_chunked_head_is_the_head(make_policy, monkeypatch, rows):
         assert torch.allclose(got, expected, atol=1e-12)
     assert max(seen) == rows
     assert sum(seen) == (7 if rows == 7 else 14), "once forward, once backward"
+
+
+def test_scaled_logits_are_refused(policy_folder, monkeypatch):
+    """Even slightly: such a model would sample from a policy other than the trained one. Catches a
+    loose tolerance."""
+    forward = Qwen3ForCausalLM.forward
+
+    def scaled(self, *args, **options):
+        out = forward(self, *args, **options)
+        out.logits = 0.99 * out.logits
+        return out
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", scaled)
+    with pytest.raises(InputError, match="packing would change it"):
+        models.load_policy(policy_folder, "cpu")

@@ -168,6 +168,7 @@ def test_trainers_are_refused(monkeypatch):
     for owner, name, value, message in (
         (trl, "__version__", "1.17.0", r"trl 1\.17\.0"),
         (text, "rope_parameters", None, "without rotary"),
+        (trainer, "train_dataset", iter([]), "remembers every prompt"),
         (type(trainer.accelerator), "num_processes", 3, "3 processes must divide"),
     ):
         with monkeypatch.context() as patch:
