@@ -21,7 +21,6 @@ Letters: R measurements.
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -32,29 +31,23 @@ HELD_OUT = ("size", "rate", "step")
 CENTRE = (-2.0, -2.0, -4.0, -1.0, -1.0, 0.0, 0.0)  # of the random starts
 
 
-class Rows(NamedTuple):
-    """Measurements, float64 [R] each. The constants absorb all units; values near 1 are best."""
-
-    size: torch.Tensor  # N0, millions of parameters
-    tokens: torch.Tensor  # D, 100,000s, above 0
-    rate: torch.Tensor  # rho, above 0
-    whole: torch.Tensor  # L0, nats
-    loss: torch.Tensor  # L, nats
-
-    def where(self, chosen: torch.Tensor) -> "Rows":
-        """The chosen rows, bool [R], alone."""
-        return Rows(*(column[chosen] for column in self))
+def columns(rows: list[dict]) -> dict[str, torch.Tensor]:
+    """float64 [R] each: N0 in millions, D in 100,000s, rho, and L0 and L in nats. The constants
+    absorb all units; values near 1 are best."""
+    names = ("size", "tokens", "rate", "whole", "loss")
+    found = {name: torch.tensor([row[name] for row in rows]).double() for name in names}
+    return found | {"size": found["size"] / 1e6, "tokens": found["tokens"] / 1e5}
 
 
-def predict(rows: Rows, constants) -> torch.Tensor:
-    """The losses [R] that the law expects; rows.loss is not read. The constants are N_C, D_C, E,
-    alpha, beta, gamma and delta."""
+def predict(rows: dict[str, torch.Tensor], constants) -> torch.Tensor:
+    """The losses [R] that the law expects. The constants are N_C, D_C, E, alpha, beta, gamma and
+    delta."""
     N_C, D_C, E, alpha, beta, gamma, delta = constants
-    inner = N_C * rows.size**-alpha + D_C * rows.tokens**-beta + E
-    return rows.whole + rows.rate**-gamma * rows.size**-delta * inner
+    inner = N_C * rows["size"] ** -alpha + D_C * rows["tokens"] ** -beta + E
+    return rows["whole"] + rows["rate"] ** -gamma * rows["size"] ** -delta * inner
 
 
-def fit(rows: Rows) -> torch.Tensor:
+def fit(rows: dict[str, torch.Tensor]) -> torch.Tensor:
     """The constants [7] with the least mean Huber loss, from the best of several random starts."""
     generator = torch.Generator().manual_seed(0)
     ends = []
@@ -66,7 +59,7 @@ def fit(rows: Rows) -> torch.Tensor:
     return constants
 
 
-def descend(rows: Rows, start: torch.Tensor) -> tuple[float, torch.Tensor]:
+def descend(rows, start: torch.Tensor) -> tuple[float, torch.Tensor]:
     """(loss, constants [7]) at the end of one descent. All but gamma and delta are exponentials of
     what is fitted, so that they stay positive."""
     free = start.requires_grad_()
@@ -78,7 +71,7 @@ def descend(rows: Rows, start: torch.Tensor) -> tuple[float, torch.Tensor]:
     def huber():
         optimizer.zero_grad()
         predicted = predict(rows, constants())
-        loss = torch.nn.functional.huber_loss(predicted, rows.loss, delta=HUBER)
+        loss = torch.nn.functional.huber_loss(predicted, rows["loss"], delta=HUBER)
         loss.backward()
         return loss
 
@@ -86,30 +79,16 @@ def descend(rows: Rows, start: torch.Tensor) -> tuple[float, torch.Tensor]:
     return huber().item(), constants().detach()
 
 
-# ---------------------------------------------------------------------------- what it predicts
-
-
-def as_rows(rows: list[dict]) -> Rows:
-    """For the fit, in millions of parameters and 100,000s of tokens."""
-    columns = ("size", "tokens", "rate", "whole", "loss")
-    found = Rows(*(torch.tensor([row[name] for row in rows]).double() for name in columns))
-    return found._replace(size=found.size / 1e6, tokens=found.tokens / 1e5)
-
-
 def error(rows: list[dict], held_out: str) -> float:
     """The mean error, in nats, of the law that is fitted to the rows without those of the largest
     `held_out` (size, rate or step of each run), on those."""
-    measured = as_rows(rows)
-    column = torch.tensor([row[held_out] for row in rows])
-    hidden = column == column.max()
-    tested = measured.where(hidden)
-    predicted = predict(tested, fit(measured.where(~hidden)))
-    return (predicted - tested.loss).abs().mean().item()
+    largest = max(row[held_out] for row in rows)
+    tested = columns([row for row in rows if row[held_out] == largest])
+    constants = fit(columns([row for row in rows if row[held_out] < largest]))
+    return (predict(tested, constants) - tested["loss"]).abs().mean().item()
 
 
 def main() -> None:
-    """Fit the law to the rows of runs/law.json, and print how well it predicts those that were
-    held out."""
     rows = json.loads(ROWS.read_text())["rows"]
     print("held out: the largest size, the highest rate, the most tokens")
     for method in dict.fromkeys(row["method"] for row in rows):

@@ -11,7 +11,7 @@ from related import law
 def test_the_equation():
     """Fails if a term, a sign of an exponent or a factor differs from the paper's form."""
     one = lambda value: torch.tensor([value], dtype=torch.float64)
-    rows = law.Rows(size=one(2.0), tokens=one(8.0), rate=one(0.5), whole=one(1.0), loss=one(0.0))
+    rows = {"size": one(2.0), "tokens": one(8.0), "rate": one(0.5), "whole": one(1.0)}
     constants = (3.0, 5.0, 0.1, 1.0, 1 / 3, -1.0, 2.0)  # N_C, D_C, E, alpha, beta, gamma, delta
     # (1/0.5)^-1 (1/2)^2 (3/2 + 5/8^(1/3) + 0.1)
     torch.testing.assert_close(
