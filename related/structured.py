@@ -10,14 +10,16 @@ blocks with the lowest scores go:
     cosine, l2   how far the block moves the hidden state: 1 - cosine, |change| / |hidden state|
     loss         the loss if this block alone is gone
 
-What is removed adds nothing to the residual stream, or with --recovery what recovery.py fits.
+What is removed adds nothing to the residual stream. With --recovery something stands in for it
+(after arXiv:2407.16286, whose code is not public): the map of rank r of its normed input, and the
+bias, that come nearest to what it added.
 
 DPPO's weights keep the expected gradient what it was. Here nothing does: a pruned model is another
 function, which only training mends. The scores are means over a little text, and scores on the
 whole model do not see what else goes.
 
 A sub-layer is named by its block and its kind: "3.self_attn", "3.mlp". Letters: N sequences of T
-tokens, L blocks, n neurons of an FFN.
+tokens, m in all, L blocks, n neurons of an FFN, d hidden size, r rank.
 """
 
 import math
@@ -32,11 +34,11 @@ import tyro
 
 import models
 from related import pruned
-from related.recovery import recover
 from runtime import InputError
 from runtime.device import choose_device
 
 RANK = 32  # of what --recovery puts in place of a removed sub-layer
+RIDGE = 1e-3  # of its fit, relative to the inputs' mean square
 ALPHA = 1.5  # of 2ssp, as published; with more, more attentions and fewer neurons go
 SAMPLES, LENGTH = 16, 256  # windows of text to calibrate on, as many to evaluate on; their tokens
 
@@ -90,25 +92,7 @@ def importance(model, sequences, metric: str) -> torch.Tensor:
     return torch.tensor(scores)
 
 
-def least_important(scores: torch.Tensor, sparsity: float) -> list[str]:
-    """The sub-layers of the blocks with the lowest scores [L], as many as come nearest to this
-    share of all blocks."""
-    count = round(sparsity * len(scores))
-    lowest = scores.argsort(stable=True)[:count].tolist()
-    return [f"{block}.{kind}" for block in lowest for kind in pruned.NORMS]
-
-
 # ------------------------------------------------------------------------- 2ssp: width, then depth
-
-
-def two_stage_counts(sparsity: float, blocks: int, width: int, attention: int, ffn: int, main: int):
-    """(attentions to remove, neurons to keep in each FFN): the balance of the two stages.
-
-    attention and ffn are the parameters of one of them, main those of all blocks."""
-    removed = round(blocks * sparsity ** (ffn / attention / ALPHA))
-    by_width = round(sparsity * main) - removed * attention  # parameters left to remove
-    fewer = round(by_width / blocks)  # of each FFN
-    return removed, round(width * (1 - fewer / ffn))
 
 
 @torch.no_grad()
@@ -145,10 +129,57 @@ def two_stage(model, sequences, sparsity: float) -> list[str]:
     """2ssp: narrow the FFNs of the model, in place; returns the attentions to remove."""
     blocks, width = model.base_model.layers, model.config.intermediate_size
     attention, ffn = size(blocks[0].self_attn), size(blocks[0].mlp)
-    removed, kept = two_stage_counts(sparsity, len(blocks), width, attention, ffn, size(blocks))
+    removed = round(len(blocks) * sparsity ** (ffn / attention / ALPHA))
+    by_width = round(sparsity * size(blocks)) - removed * attention  # parameters left to remove
+    fewer = round(by_width / len(blocks))  # of each FFN
+    kept = round(width * (1 - fewer / ffn))  # neurons of each FFN
     best = neuron_scores(model, sequences).topk(kept).indices
     pruned.keep_neurons(model, best.sort().values)
     return cheapest_attentions(model, sequences[:1], removed)
+
+
+# ------------------------------------------------------------------------- recovery
+
+
+@torch.no_grad()
+def recover(model, sequences, removed: list[str], rank: int) -> dict:
+    """The tensors of the stand-ins of removed sub-layers, for `pruned.rebuild`.
+
+    One forward of the sequences [N, T] fits them all, and goes on with what each stand-in adds. So
+    each is fitted to what its sub-layer would add behind the stand-ins before it."""
+    name_of = {pruned.sublayer(model, name): name for name in removed}
+    tensors = {}
+
+    def stand_in(sublayer, args, kwargs, output):
+        x = args[0] if args else kwargs["hidden_states"]  # [N, T, d]
+        is_attention = isinstance(output, tuple)
+        change = output[0] if is_attention else output
+        bias, down, up = fit(x.flatten(0, 1).double(), change.flatten(0, 1).double(), rank)
+        fitted = {"bias": bias, "down.weight": down, "up.weight": up}
+        for part, tensor in fitted.items():
+            tensors[f"model.layers.{name_of[sublayer]}.{part}"] = tensor.to(x)
+        change = (bias + x.double() @ down.T @ up.T).to(x)
+        return (change, *output[1:]) if is_attention else change
+
+    with pruned.hooked(name_of, stand_in, with_kwargs=True):
+        model.base_model(sequences, use_cache=False)
+    return tensors
+
+
+def fit(x, y, rank: int, ridge: float = RIDGE):
+    """(bias [d], down [r, d], up [d, r]) with bias + up down x nearest to y; x, y [m, d].
+
+    Reduced-rank ridge regression: of all maps of this rank, the least squared error plus a penalty
+    on the squared norm of up down, whose weight is ridge times the sum of squares of x, over d."""
+    center, bias = x.mean(dim=0), y.mean(dim=0)
+    x = x - center  # then the mean of y does not matter
+    gram, cross = x.T @ x, x.T @ y
+    penalty = ridge * gram.trace() / len(gram)
+    full = torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), cross)  # [d, d]
+    # Among maps of rank r, the penalized error falls by the eigenvalues that they keep.
+    up = torch.linalg.eigh(cross.T @ full).eigenvectors[:, -rank:]  # ascending
+    down = (full @ up).T
+    return bias - up @ (down @ center), down, up
 
 
 # ------------------------------------------------------------------------- the command
@@ -172,7 +203,9 @@ def prune(model, sequences, method: str, sparsity: float, recovery: bool = False
     if method == "2ssp":
         removed = two_stage(model, sequences, sparsity)
     else:
-        removed = least_important(importance(model, sequences, method), sparsity)
+        scores = importance(model, sequences, method)
+        lowest = scores.argsort(stable=True)[: round(sparsity * len(scores))].tolist()
+        removed = [f"{block}.{kind}" for block in lowest for kind in pruned.NORMS]
     if not recovery:
         return pruned.rebuild(model, removed)
     return pruned.rebuild(model, removed, RANK, recover(model, sequences, removed, RANK))
@@ -198,19 +231,13 @@ def main(
     whole, tokenizer = models.load_policy(models.model_folder(model), device)
     whole.set_attn_implementation("sdpa")
     calibration, held_out = windows(tokenizer).to(device)
-
-    def measure(model):
-        return size(model), size(model.base_model.layers), math.exp(loss(model, held_out))
-
-    before = measure(whole)
+    blocks, before = size(whole.base_model.layers), loss(whole, held_out)
     smaller = prune(whole, calibration, method, sparsity, recovery).to(device)
     smaller.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
-    print(f"{'':20}{'before':>14}{'after':>14}{'ratio':>8}")
-    names = ("parameters", "of the blocks", "held-out perplexity")
-    for name, old, new in zip(names, before, measure(smaller), strict=True):
-        print(f"{name:20}{old:14,.6g}{new:14,.6g}{new / old:8.3f}")
-    print(f"{out_dir} is of type {smaller.config.model_type}")
+    removed, after = 1 - size(smaller.base_model.layers) / blocks, loss(smaller, held_out)
+    print(f"removed {removed:.1%} of the blocks' parameters: type {smaller.config.model_type}")
+    print(f"held-out perplexity {math.exp(before):.4g}, then {math.exp(after):.4g}")
 
 
 if __name__ == "__main__":
