@@ -15,7 +15,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from numpy.random import Generator
@@ -28,15 +28,6 @@ import sampler
 import train
 from rewards import score
 from runtime import InputError
-
-
-@dataclass
-class Round:
-    """The groups that were rolled out at once."""
-
-    prompts: torch.Tensor  # [k], indices into the data
-    rollouts: rollout.Rollouts
-    rewards: torch.Tensor  # [k, G]
 
 
 class GresoTrainer(train.Trainer):
@@ -58,43 +49,47 @@ class GresoTrainer(train.Trainer):
         sampling = self.sampling
         row, others = super().step(step)
         self.sampling = sampling  # `candidates` has replaced it
-        every = self.every.rollouts
+        _prompts, every, rewards = self.every
         row |= metrics.averages(
-            torch.ones(len(every.lengths), dtype=torch.float64), self.every.rewards.double(),
+            torch.ones(len(rewards), dtype=torch.float64), rewards.double(),
             every.lengths.double(), every.truncated.double(), every.entropy.double(),
         )  # fmt: skip
-        row["kept/prompts"] = len(every.lengths) / self.cfg.prompts_per_step
+        row["kept/prompts"] = len(rewards) / self.cfg.prompts_per_step
         row["tokens/generated"] = every.lengths.sum().item()
         return row, others
 
     def candidates(self, step):
         """Roll out until GRESO has what it wants; returns the prompts that it uses. The step gets
         their completions from here, and rewards them again."""
+        rounds = []
+
+        def roll_out(prompts):
+            indices = prompts.tolist()
+            with self.timer.measure("rollout"):
+                lora.refresh(self.policy, self.model)
+                rollouts = rollout.sample(
+                    self.policy, [self.train_ids[index] for index in indices], self.sampling,
+                    group_size=self.cfg.group_size, keys=indices,
+                    seed=dppo.seed_for(self.cfg.seed, step, "rollout", len(rounds)),
+                )  # fmt: skip
+            rounds.append(rollouts)
+            with self.timer.measure("score"):
+                problems = [self.train_set[index] for index in indices]
+                _, rewards = score(rollouts, problems, self.tokenizer, self.reward)
+            return rewards
+
         order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
         generator = dppo.generator_for(self.cfg.seed, step, "select")
-        roll_out = functools.partial(self.roll_out, step)
         Q = self.cfg.prompts_per_step
-        self.every, used = self.greso.collect(roll_out, Q, order, generator)
-        ids, *columns = vars(self.every.rollouts).values()
-        rollouts = rollout.Rollouts([ids[k] for k in used], *(column[used] for column in columns))
-        engine = types.SimpleNamespace(sample=lambda *_args, **_options: rollouts)
+        prompts, rewards, used = self.greso.collect(roll_out, Q, order, generator)
+        ids = [ids for part in rounds for ids in part.prompt_ids]
+        parts = [[*vars(part).values()][1:] for part in rounds]
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        self.every = prompts, rollout.Rollouts(ids, *columns), rewards
+        found = rollout.Rollouts([ids[k] for k in used], *(column[used] for column in columns))
+        engine = types.SimpleNamespace(sample=lambda *_args, **_options: found)
         self.sampling = replace(self.sampling, engine=engine)
-        return self.every.prompts[used]
-
-    def roll_out(self, step: int, prompts: torch.Tensor, number: int) -> Round:
-        """Round `number` of a step; each has other random numbers."""
-        indices = prompts.tolist()
-        with self.timer.measure("rollout"):
-            lora.refresh(self.policy, self.model)
-            rollouts = rollout.sample(
-                self.policy, [self.train_ids[index] for index in indices], self.sampling,
-                group_size=self.cfg.group_size, keys=indices,
-                seed=dppo.seed_for(self.cfg.seed, step, "rollout", number),
-            )  # fmt: skip
-        with self.timer.measure("score"):
-            problems = [self.train_set[index] for index in indices]
-            _, rewards = score(rollouts, problems, self.tokenizer, self.reward)
-        return Round(prompts, rollouts, rewards)
+        return prompts[used]
 
     def state(self):
         return super().state() | {"greso": vars(self.greso)}
@@ -102,15 +97,6 @@ class GresoTrainer(train.Trainer):
     def load_state(self, state):
         super().load_state(state)
         vars(self.greso).update(state["greso"])
-
-
-def joined(rounds: list[Round]) -> Round:
-    """The groups of all rounds, as if rolled out together."""
-    ids = [ids for part in rounds for ids in part.rollouts.prompt_ids]
-    columns = zip(*([*vars(part.rollouts).values()][1:] for part in rounds), strict=True)
-    rollouts = rollout.Rollouts(ids, *map(torch.cat, columns))
-    prompts = torch.cat([part.prompts for part in rounds])
-    return Round(prompts, rollouts, torch.cat([part.rewards for part in rounds]))
 
 
 # ---------------------------------------------------------------------------- GRESO
@@ -179,28 +165,29 @@ class Greso:
 
     def collect(
         self, roll_out: Callable, target: int, order: Callable, generator: Generator
-    ) -> tuple[Round, torch.Tensor]:
-        """(all rounds, the places [n] of those that are used): roll out until `target` groups are
-        live, and use the first of these.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(prompts [K] that were rolled out, their rewards [K, G], the places [n] of those that are
+        used): roll out until `target` groups are live, and use the first of these.
 
-        roll_out(prompts, number) returns a Round. The first round is 1.5 times the target; later
-        ones are between that and a quarter of it, like the original's 384 and 64 of 256.
+        roll_out(prompts) returns their rewards. The first round is 1.5 times the target; later ones
+        are between that and a quarter of it, like the original's 384 and 64 of 256.
         """
         first_epoch = self.cursor < len(self.easy)
-        rounds, num_live = [], 0
+        prompts, rewards, num_live = [], [], 0
         size = most = 3 * target // 2
-        while num_live < target and len(rounds) < self.ROUNDS:
-            rounds.append(roll_out(self.select(size, order, generator), len(rounds)))
-            self.update(rounds[-1].prompts, rounds[-1].rewards)
-            live = ~dppo.dead_groups(rounds[-1].rewards)
+        while num_live < target and len(prompts) < self.ROUNDS:
+            prompts.append(self.select(size, order, generator))
+            rewards.append(roll_out(prompts[-1]))
+            self.update(prompts[-1], rewards[-1])
+            live = ~dppo.dead_groups(rewards[-1])
             num_live += int(live.sum())
             share = live.double().mean().item()
             expected = 1.25 * (target - num_live) / share if share else most
             size = min(max(int(expected), target // 4, 1), most)
-        every = joined(rounds)
+        prompts, rewards = torch.cat(prompts), torch.cat(rewards)
         if not first_epoch:
-            self.adjust(every.rewards)
-        return every, (~dppo.dead_groups(every.rewards)).nonzero()[:target, 0]
+            self.adjust(rewards)
+        return prompts, rewards, (~dppo.dead_groups(rewards)).nonzero()[:target, 0]
 
 
 if __name__ == "__main__":

@@ -16,15 +16,6 @@ from tasks import arithmetic
 EASY, HARD, LIVE = [1.0] * 8, [0.1] * 8, [1.0] * 4 + [0.0] * 4  # groups
 
 
-def round_of(prompts, rewards):
-    """A Round whose completions are of one token each."""
-    ids = prompts[:, None, None].expand(*rewards.shape, 1)
-    table = torch.zeros(rewards.shape)
-    columns = (ids, -ids / 10, table, table, table.long() + 1, table.bool())
-    rollouts = rollout.Rollouts([[prompt] for prompt in prompts.tolist()], *columns)
-    return greso.Round(prompts, rollouts, rewards)
-
-
 def test_streaks_by_hand():
     """The published thresholds and floor. Catches a streak that survives its end, a bound that is
     off (dead groups of mean 0.97 or 0.12 have no streak), and a live group with one."""
@@ -53,26 +44,27 @@ def test_exploration_by_hand():
 
 
 def collect(seen, target, num_live):
-    """(all rounds, places of the used groups, sizes of the rounds) of a step. In its rounds, so
-    many groups are live, the last ones."""
+    """(prompts, places of the used groups, sizes of the rounds) of a step. In its rounds, so many
+    groups are live, the last ones."""
     sizes = []
 
-    def roll_out(prompts, number):
-        sizes.append(len(prompts))
+    def roll_out(prompts):
         rewards = torch.zeros(len(prompts), 4)
-        rewards[len(prompts) - num_live[number] :, 0] = 1.0
-        return round_of(prompts, rewards)
+        rewards[len(prompts) - num_live[len(sizes)] :, 0] = 1.0
+        sizes.append(len(prompts))
+        return rewards
 
     order = lambda _epoch: torch.arange(1000)
-    return *seen.collect(roll_out, target, order, dppo.generator_for(0)), sizes
+    prompts, _rewards, used = seen.collect(roll_out, target, order, dppo.generator_for(0))
+    return prompts, used, sizes
 
 
 def test_rounds_until_enough_groups_are_live():
     """Catches prompts that are visited twice, dead or surplus groups that are used, and an
     adjustment in the first epoch."""
     seen = greso.Greso(1000)
-    every, used, sizes = collect(seen, 64, [48, 20])
-    assert every.prompts.tolist() == list(range(seen.cursor)), "in the epoch's order, none twice"
+    prompts, used, sizes = collect(seen, 64, [48, 20])
+    assert prompts.tolist() == list(range(seen.cursor)), "in the epoch's order, none twice"
     assert sizes == [96, 40], "48 live groups, then 1.25 x 16 / (48 / 96)"
     assert used.tolist() == [*range(48, 96), *range(96 + 20, 96 + 36)]
     assert (seen.p_easy, seen.p_hard) == (0.5, 0.5), "the first epoch only watches"
@@ -113,18 +105,18 @@ def test_it_trains_on_live_groups(policy_folder, tmp_path, monkeypatch):
     engine, rolled_out = trainer.sampling.engine, 0
     for step in range(1, 17):
         row, _ = trainer.step(step)
-        every = trainer.every
+        seen, every, rewards = trainer.every
         _model, rollouts, _advantages, factor, keep = accumulate.call_args.args
-        used = (~dppo.dead_groups(every.rewards)).nonzero()[:4, 0]
-        assert torch.equal(rollouts.logprobs, every.rollouts.logprobs[used])
-        prompts = [trainer.train_ids[index] for index in every.prompts[used].tolist()]
+        used = (~dppo.dead_groups(rewards)).nonzero()[:4, 0]
+        assert torch.equal(rollouts.logprobs, every.logprobs[used])
+        prompts = [trainer.train_ids[index] for index in seen[used].tolist()]
         assert rollouts.prompt_ids == prompts
         assert keep.all()
         assert torch.allclose(factor, torch.full_like(factor, 1 / (4 * 3 * 6)))  # Q x G x tokens
-        assert row["kept/prompts"] == len(every.prompts) / 4 >= 1.5
-        assert row["reward"] == pytest.approx(every.rewards.mean().item()), "of all groups"
-        assert row["tokens/generated"] == every.rollouts.lengths.sum()
-        rolled_out += len(every.prompts)
+        assert row["kept/prompts"] == len(seen) / 4 >= 1.5
+        assert row["reward"] == pytest.approx(rewards.mean().item()), "of all groups"
+        assert row["tokens/generated"] == every.lengths.sum()
+        rolled_out += len(seen)
     assert trainer.greso.cursor > rolled_out, "some were skipped"
     calls = [call for call in sample.call_args_list if call.args[2].engine is engine]
     seeds = {call.kwargs["seed"] for call in calls}
