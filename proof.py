@@ -35,11 +35,6 @@ DRAWS = 200  # of a biased rule
 KNOWN_TOKENS = 30.0  # what dapo and cispo divide by where prompts are pruned: earlier batches' mean
 
 
-def rate_of(rule, prune_rate: float) -> float:
-    """prune_rate, or 0 for an entry without a rate."""
-    return 0.0 if rule.rate is None else prune_rate
-
-
 @dataclass
 class Case:
     """One batch, and a function that takes its gradient.
@@ -115,7 +110,6 @@ def outcomes(
 ) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
     """Every (keep, weights, probability) of a rule's own draw on a batch. Of a biased rule, which
     may draw as it likes, DRAWS draws."""
-    prune_rate = rate_of(rule, prune_rate)
     if isinstance(rule, dppo.BiasedRule):
         sources = [(dppo.generator_for(seed), 1 / DRAWS) for seed in range(DRAWS)]
     else:

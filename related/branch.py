@@ -132,23 +132,16 @@ class Run:
         if self.pruning == "edges":
             factors = self.exact_factors(values, noise)
         else:
-            factors = self.published_factors(values)
+            keep = self.tree.depth > 0
+            if self.pruning == "half":
+                keep = trees.width_keep(self.tree, LAST_SPLIT)
+            factors = trees.depth_advantages(self.tree, values) * trees.kept_mean(keep)
         self.update(states, factors.float())
         self.seconds += time.process_time() - started
 
-    def published_factors(self, values: torch.Tensor) -> torch.Tensor:
-        """What multiplies each edge's log-prob in the objective, [B, N]; 0 is not trained."""
-        tree = self.tree
-        advantages = trees.depth_advantages(tree, values)
-        keep = tree.depth > 0
-        if self.pruning == "half":
-            keep = trees.width_keep(tree, LAST_SPLIT)
-        return advantages * trees.kept_mean(keep)
-
     def exact_factors(self, values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """The same for the exact method. Also remembers the deviation of the rewards.
-
-        Edges are drawn by their estimated gradient norms, with respect to the velocity."""
+        """Edges are drawn by their estimated gradient norms, with respect to the velocity. Also
+        remembers the deviation of the rewards."""
         tree = self.tree
         advantages = trees.loo_advantages(tree, values) / self.std
         self.std = values[:, tree.levels[-1]].std().item()

@@ -1,7 +1,6 @@
 """
 Which objective each rule ascends: the slope of its objective, by exact sums over the number of
-right completions of a group. notebooks/05_objectives.ipynb has the theorem and the
-pictures.
+right completions of a group. notebooks/05_objectives.ipynb has the theorem and the pictures.
 
 Letters: K prompts, G completions each.
 """
@@ -12,7 +11,6 @@ import math
 import torch
 
 import dppo
-import proof
 
 importlib.import_module("related.rivals")  # adds its rules
 
@@ -48,6 +46,7 @@ def objective_slope(
     and wrong completions by order. The mean over the two extreme orders is the mean over all, if
     the total that the right (or wrong) completions get is linear in how many of them are kept.
     """
+    entry = dppo.COMPLETION_RULES[rule]
     p = pass_rates.double()
     slope = torch.zeros_like(p)
     for k in range(group_size + 1):
@@ -58,17 +57,11 @@ def objective_slope(
             ones = torch.ones_like(advantages)
             size = dppo.contribution_size(advantages, ones, ones, beta=0.0)
             batch = dppo.Completions(advantages, ordered, ones, size, rest=0.3)
-            trained = advantages * mean_weights(rule, prune_rate, batch)
+            if isinstance(entry, dppo.BiasedRule):  # by rank, so its weights are fixed
+                _keep, weights = entry.draw(batch, prune_rate, None)
+            else:  # 1 on average, unless the keep probability is 0
+                weights = entry.keep_prob(batch, prune_rate) > 0
+            trained = advantages * weights
             right, wrong = trained[ordered == 1].sum(), -trained[ordered == 0].sum()
             slope += binomial / 2 * (right / p + wrong / (1 - p)) / group_size
     return slope
-
-
-def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch.Tensor:
-    """The expected weights [K, G] of a completion rule. A rule by rank has fixed weights; those of
-    the others are 1 on average, unless the keep probability is 0."""
-    rule = dppo.COMPLETION_RULES[name]
-    prune_rate = proof.rate_of(rule, prune_rate)
-    if isinstance(rule, dppo.BiasedRule):
-        return rule.draw(batch, prune_rate, None)[1]
-    return (rule.keep_prob(batch, prune_rate) > 0).double()
