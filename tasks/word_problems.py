@@ -20,9 +20,7 @@ import operator
 import random
 import re
 
-# Difficulty: how often a problem takes 1, 2 and 3 steps, and the ranges of its numbers.
-STEPS = (1, 1, 1)
-SPANS = {
+SPANS = {  # of a problem's numbers
     "n": range(3, 31),  # gained, lost, compared, earned or spent
     "k": range(2, 6),  # times as many, packs, things bought
     "m": range(2, 13),  # things in a pack, or the price of a thing
@@ -180,7 +178,7 @@ def problem(split: str, index: int) -> tuple[str, str, str, str]:
 
 def _plot(rng: random.Random) -> list[str]:
     """The parts of a story: an opening, events, and an ending with a question."""
-    (steps,) = rng.choices((1, 2, 3), STEPS)
+    (steps,) = rng.choices((1, 2, 3))
     (plot,) = rng.choices(PLOTS, (3, 1, 1))
     openings, possible, endings = (part.split() for part in plot)
     while True:
