@@ -12,11 +12,10 @@ groups that are dead (all right or all wrong) come alive and die again.
 A problem is a function of (split, index), so no data is stored. The base model is stored, in
 the folder BASE, with weights in float16. To make it again from nothing, in two minutes:
 
-    python -m tasks.arithmetic [FOLDER]
+    python -m tasks.arithmetic
 """
 
 import random
-import sys
 import zlib
 from pathlib import Path
 
@@ -143,9 +142,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return model
 
 
-def make_base(folder: Path) -> None:
-    """Train a new model on the imperfect teacher's completions of the base split, and write its
-    folder. Weights are rounded to float16, half the size; the configuration says float32, so that
+def make_base() -> None:
+    """Train a new model on the imperfect teacher's completions of the base split, and write BASE.
+    Weights are rounded to float16, half the size; the configuration says float32, so that
     every library computes in it."""
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
@@ -164,12 +163,12 @@ def make_base(folder: Path) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    model.half().save_pretrained(folder)
+    model.half().save_pretrained(BASE)
     model.config.dtype = "float32"
-    model.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.config.save_pretrained(BASE)
+    tokenizer.save_pretrained(BASE)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # a model this small gains nothing from more
-    make_base(Path(sys.argv[1]) if len(sys.argv) > 1 else BASE)
+    make_base()
