@@ -10,10 +10,7 @@ rule that the core does not have.
                 within it (PODS, arXiv:2504.13818, YixuanEvenXu/pods)
     dppo_floor  the deterministic fraction that secondary sources ascribe to DPPO, at both levels
 
-Our versions leave out the completions whose term is exactly 0, such as those of dead groups, and
-the authors' code trains on them. The update is the same and costs less. Keeping by rank gives keep
-probabilities of 0 and 1, and no weight can correct for a zero. PODS also takes the mean and
-standard deviation of what it keeps.
+Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero.
 
 Letters: Q prompts of a step, K of them rolled out, G completions each, n completions.
 """
