@@ -1,10 +1,8 @@
 """
 What the trainers in this folder share: dppo_trl.py and dppo_verl.py.
 
-Each of them puts pruning into another library. Here is what does not depend on the library: which
-rules and rates can be used, sizes of completions, the history of prompts that are known by their
-text, the mean number of tokens that a loss divides by, and figures for the log. Rules, draws and
-weights come from dppo.py and sampler.py.
+Here is what does not depend on the library. Rules, draws and weights come from dppo.py and
+sampler.py.
 
 Letters: Q prompts of a batch, K of them rolled out, G completions each.
 """
@@ -65,14 +63,21 @@ def size_of(
 # ---------------------------------------------------------------------------- prompts
 
 
-def index_prompts(prompts: list) -> dict[int, int]:
-    """{key of a prompt's text: its row in the data set}"""
-    return {dppo.seed_for(prompt): row for row, prompt in enumerate(prompts)}
+def remember(trainer, prompts: list, logs: str | None) -> None:
+    """Give the trainer a history of the data set's prompts, which it finds by their text. `logs` is
+    the folder where the library logs completions. From these prompts are missing, so a mark lets
+    dppo-ceiling refuse them."""
+    trainer.index = {dppo.seed_for(prompt): row for row, prompt in enumerate(prompts)}
+    trainer.history = sampler.PromptHistory(len(prompts))
+    trainer.mean_tokens = None
+    if logs:
+        Path(logs).mkdir(parents=True, exist_ok=True)
+        Path(logs, "dppo-pruned").touch()
 
 
-def find_prompts(index: dict[int, int], prompts: list) -> torch.Tensor:
+def find_prompts(trainer, prompts: list) -> torch.Tensor:
     """The rows [n] of these prompts in the data set."""
-    return torch.tensor([index[dppo.seed_for(prompt)] for prompt in prompts])
+    return torch.tensor([trainer.index[dppo.seed_for(prompt)] for prompt in prompts])
 
 
 # Some losses divide by the tokens of their batch. If prompts are dropped, that number is unknown,
@@ -103,12 +108,6 @@ def learn(
     mean = estimate if trainer.mean_tokens is None else trainer.mean_tokens
     # Nothing can be divided by 0, so a mean of 0 is not known either.
     trainer.mean_tokens = mean + (estimate - mean) / MEMORY or None
-
-
-def mark(folder: Path) -> None:
-    """Lets dppo-ceiling refuse what the library logs here, from which prompts are missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "dppo-pruned").touch()
 
 
 # ---------------------------------------------------------------------------- checkpoints

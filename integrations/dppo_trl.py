@@ -30,7 +30,7 @@ import torch
 import trl
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import dppo
 import dppo_shared
@@ -60,24 +60,6 @@ def clock() -> float:
     return time.perf_counter()
 
 
-class SampledLogprobs(LogitsProcessor):
-    """Collects the log-probs of the tokens that transformers' generate samples, which it does not
-    return. It is asked for each token before that is known, so the next call has it."""
-
-    def __init__(self, temperature: float):
-        self.temperature, self.of_next, self.table = temperature, None, []
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.take(ids)
-        self.of_next = (scores.float() / self.temperature).log_softmax(dim=-1)  # [B, V]
-        return scores
-
-    def take(self, ids: torch.Tensor) -> None:
-        """The last tokens of ids [B, T] are those whose log-probs came before."""
-        if self.of_next is not None:
-            self.table.append(self.of_next.gather(1, ids[:, -1:]))
-
-
 @dataclass
 class DPPOConfig(trl.GRPOConfig):
     """GRPOConfig with the options of pruning. With both rules "none", DPPOTrainer is GRPOTrainer,
@@ -95,8 +77,6 @@ class DPPOTrainer(trl.GRPOTrainer):
     DPPOConfig."""
 
     def __init__(self, model, reward_funcs, args: DPPOConfig = None, *others, **options):
-        given = type(args).__name__
-        require(isinstance(args, DPPOConfig), f"args is of type {given}: give a DPPOConfig")
         super().__init__(model, reward_funcs, args, *others, **options)
         self.prunes_prompts = args.prompt_rule != "none"
         self.prunes = self.prunes_prompts or args.completion_rule != "none"
@@ -104,16 +84,13 @@ class DPPOTrainer(trl.GRPOTrainer):
 
         self.plan = None  # the update's micro-batches, one a micro-step; None: nothing to do
         self.multiplier = None  # [B], of the micro-batch whose loss is being computed
-        self.mean_tokens = None  # of a generation batch; see dppo_shared.MEMORY
         self.adds_logprobs = False  # to those of TRL
         self.seconds = self.preparing = 0.0  # of steps, and of making their batches; for dppo/rest
 
         if self.prunes_prompts:
-            prompts = list(self.train_dataset["prompt"])
-            self.index = dppo_shared.index_prompts(prompts)
-            self.history = sampler.PromptHistory(len(prompts))
-            if args.log_completions and args.should_save:
-                dppo_shared.mark(Path(args.output_dir, "completions"))
+            writes_logs = args.log_completions and args.should_save
+            logs = f"{args.output_dir}/completions" if writes_logs else None
+            dppo_shared.remember(self, list(self.train_dataset["prompt"]), logs)
 
     def check(self) -> None:
         """RuleError for options with which pruning would not be exact."""
@@ -170,7 +147,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         first_rows = [row for i, row in enumerate(inputs, place) if i % G == 0]
         candidates = gather_object(first_rows)  # [Q]
         Q = len(candidates)
-        prompts = dppo_shared.find_prompts(self.index, [row["prompt"] for row in candidates])
+        prompts = dppo_shared.find_prompts(self, [row["prompt"] for row in candidates])
 
         rule, rate = self.args.prompt_rule, self.args.prompt_prune_rate
         if self.loss_type in PER_TOKEN and self.mean_tokens is None:
@@ -231,16 +208,27 @@ class DPPOTrainer(trl.GRPOTrainer):
         return of_each
 
     def _generate_single_turn(self, *args, **options):
-        """TRL's token ids and log-probs; also of generate's tokens, for the energies."""
+        """TRL's token ids and log-probs; also of the tokens of transformers' generate, which does
+        not return them, for the energies."""
         self.adds_logprobs = False
         if not (self.prunes and self.model.training):
             return super()._generate_single_turn(*args, **options)
         model = self.accelerator.unwrap_model(self.model_wrapped)
-        collector, generate = SampledLogprobs(self.temperature), model.generate
+        generate = model.generate
+        table = []  # of each sampled token [n, 1], and of all that may be the next one [n, V]
+
+        def take(ids):
+            table[-1] = table[-1].gather(1, ids[:, -1:])
+
+        def see(ids, scores):
+            if table:  # the token after the last call is known now
+                take(ids)
+            table.append((scores.float() / self.temperature).log_softmax(dim=-1))
+            return scores
 
         def collecting(**inputs):
-            found = generate(**inputs, logits_processor=LogitsProcessorList([collector]))
-            collector.take(found)
+            found = generate(**inputs, logits_processor=LogitsProcessorList([see]))
+            take(found)
             return found
 
         model.generate = collecting
@@ -248,9 +236,9 @@ class DPPOTrainer(trl.GRPOTrainer):
             ids, logprobs = super()._generate_single_turn(*args, **options)
         finally:
             del model.generate
-        if logprobs is None and collector.table:
+        if logprobs is None and table:
             self.adds_logprobs = True
-            rows = torch.cat(collector.table, dim=1).tolist()  # [n, T]
+            rows = torch.cat(table, dim=1).tolist()  # [n, T]
             logprobs = [row[: len(some)] for row, some in zip(rows, ids, strict=True)]
         return ids, logprobs
 

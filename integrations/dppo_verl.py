@@ -51,14 +51,9 @@ DEFAULTS = {
     "prompt_rule": "none", "prompt_prune_rate": 0.3,
 }  # fmt: skip
 LOSSES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dro", "dppo_tv", "dppo_kl")
-MODES = (
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)  # fmt: skip
 PARTS = "actor_rollout_ref"
 EXACT = [  # values with which a row's term does not depend on what else is kept, and their options
     (LOSSES, ["actor.policy_loss.loss_mode"]),
-    (MODES, ["actor.loss_agg_mode"]),
     (("grpo", "rloo"), ["algorithm.adv_estimator"]),
     (("fsdp", "fsdp2"), ["actor.strategy"]),
     ((1,), ["actor.ppo_epochs", "actor.ulysses_sequence_parallel_size",
@@ -153,16 +148,15 @@ class DPPOTrainer(PPOTrainerSync):
         self.Q = config.data.train_batch_size
         self.M = self.Q // self.actor.ppo_mini_batch_size
         self.seed = config.data.get("seed") or 0
-        self.mean_tokens = None
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"  # verl compares this name in seven places
         super().__init__(config)
+        if not self.prunes:
+            self.__class__ = PPOTrainerSync  # none of the methods below is used
 
     def _setup(self):
         """verl's. The training processes get the pruned loss, and mini-batches of what is kept."""
         super()._setup()
-        if not self.prunes:
-            return
         workers, actor = self.actor_rollout_wg, omega_conf_to_dataclass(self.actor)
         workers.set_loss_fn(functools.partial(pruned_loss, actor))
         workers.update_actor = functools.partial(self.send, workers.update_actor)
@@ -179,10 +173,7 @@ class DPPOTrainer(PPOTrainerSync):
         if not self.prunes_prompts:
             return
         prompts = [self.train_dataset[i]["raw_prompt"] for i in range(len(self.train_dataset))]
-        self.index = dppo_shared.index_prompts(prompts)
-        self.history = sampler.PromptHistory(len(prompts))
-        if folder := self.config.trainer.get("rollout_data_dir"):
-            dppo_shared.mark(Path(folder))
+        dppo_shared.remember(self, prompts, self.config.trainer.get("rollout_data_dir"))
 
     def _next_train_batch(self, num_prompts=None) -> TensorDict:
         """verl's next Q prompts, or K of them. `groups` is {uid: (place among the Q, weight)}."""
@@ -191,7 +182,7 @@ class DPPOTrainer(PPOTrainerSync):
         self.groups = {uid: (q, 1.0) for q, uid in enumerate(uids)}
         if not self.prunes_prompts:
             return batch
-        prompts = dppo_shared.find_prompts(self.index, batch["raw_prompt"])
+        prompts = dppo_shared.find_prompts(self, batch["raw_prompt"])
         rule, rate = self.args.prompt_rule, self.args.prompt_prune_rate
         if rule == "uniform":  # at least one prompt for each update
             rate = min(rate, 1.0 - self.M / self.Q)
@@ -208,8 +199,6 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _step_once(self, metrics, timing_raw, sample_batch_size):
         """verl's step. Returns all rows: verl logs their figures and clears them from its queue."""
-        if not self.prunes:
-            return super()._step_once(metrics, timing_raw, sample_batch_size)
         batch = super()._step_once(metrics, timing_raw, len(self.groups))
         keys, tags = self.sampled.keys + batch.keys, self.sampled.tags + batch.tags
         rows = dict(zip(keys, tags, strict=True))
@@ -218,8 +207,6 @@ class DPPOTrainer(PPOTrainerSync):
     def _balance_batch(self, batch, metrics, **options):
         """What is kept of a batch with rewards, padded and balanced in each update. The field
         `dppo` has the weight and the denominator of every row."""
-        if not self.prunes:
-            return super()._balance_batch(batch, metrics, **options)
         kept, tokens = self.draw_completions(batch, metrics)
         self.sampled = batch
         self.parts = [part for part, _ in kept.values()]
@@ -247,8 +234,6 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """To how many rows verl pads: M updates of equal size on each rank."""
-        if not self.prunes:
-            return super()._get_required_batch_multiple(dp_size)
         self.ranks = dp_size
         largest = max(self.parts.count(part) for part in self.parts)  # rows of an update
         self.rows_per_update = dp_size * math.ceil(largest / dp_size)
@@ -332,8 +317,7 @@ class DPPOTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch, metrics):
         """verl's, whose groups are no longer full, then the advantages of the full groups."""
         batch = super()._compute_advantage(batch, metrics)
-        if self.prunes:
-            tq.kv_batch_put(self.sampled.keys, batch.partition_id, fields=self.advantages)
+        tq.kv_batch_put(self.sampled.keys, batch.partition_id, fields=self.advantages)
         return batch
 
     # --------------------------------------------------------------------------------- checkpoints

@@ -47,10 +47,14 @@ UPDATE = f"{ACTOR}ppo_mini_batch_size"
 KL, ENTROPY = f"{ACTOR}use_kl_loss", f"{ACTOR}entropy_coeff"
 NO_TERMS = {KL: False, ENTROPY: 0}
 
+MODES = (
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)  # fmt: skip
 LOSSES = {
     f"{loss}-{mode}": {LOSS: loss, MODE: mode}
     for loss in dppo_verl.LOSSES
-    for mode in dppo_verl.MODES
+    for mode in MODES
     if loss == "vanilla" or mode == ("seq-mean-token-mean" if loss == "sapo" else "token-mean")
 }
 LOSSES |= {  # what has a gradient without an advantage, each alone; another estimator
