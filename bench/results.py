@@ -118,8 +118,13 @@ def reach_table(rows: list[dict]) -> str:
             seeds = sorted(runs.keys() & others.keys())
             sides = [[side[seed] for seed in seeds] for side in (runs, others)]
             never, seconds = restricted(sides, target)
-            rests = spread([row["rest"] for row in sides[1]], 2)
-            line = [f"{TASKS[task]}: {name}", rests, str(len(seeds)), "{} and {}".format(*never)]
+            rest = statistics.median(row["rest"] for row in sides[1])
+            line = [
+                f"{TASKS[task]}: {name}",
+                f"{rest:.2f}",
+                str(len(seeds)),
+                "{} and {}".format(*never),
+            ]
             cells.append([*line, speed(*seconds)])
     head = ["", "rest", "pairs", "never arrived", "times as fast"]
     return as_markdown(head, cells)
