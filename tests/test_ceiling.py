@@ -236,11 +236,13 @@ def test_one_folder_is_one_run(tmp_path):
     assert run.note == "Left out: completions_2.parquet, which is not whole. "
 
 
-@pytest.mark.parametrize("score", ["1.0", -math.inf])
-def test_values_that_say_nothing(tmp_path, score):
+@pytest.mark.parametrize(
+    ("column", "value"), [("step", None), ("output", 3), ("score", "1.0"), ("score", -math.inf)]
+)
+def test_values_that_say_nothing(tmp_path, column, value):
     """Catches a reward of minus infinity, after which all is said to be zero."""
-    logged(tmp_path, 1, [("a", "b", 0.5), ("a", "b", score)])
-    with pytest.raises(LogError, match=r"1\.jsonl, row 2: score is .*cannot be read"):
+    logged(tmp_path, 1, [("a", "b", 0.5), ("a", "b", 0.5, {column: value})])
+    with pytest.raises(LogError, match=rf"1\.jsonl, row 2: {column} is .*cannot be read"):
         ceiling.read(tmp_path)
 
 
@@ -267,6 +269,9 @@ def test_rest_of_a_file(tmp_path):
     file.write_text(str(trl[0] | {"dppo/kept_tokens": "0.3"}))
     with pytest.raises(LogError, match="this run pruned; give the log of one that did not"):
         ceiling.rest_of(str(file))
+    for given in ("0", "inf"):
+        with pytest.raises(LogError, match=r"--rest .*: no number above 0\."):
+            ceiling.rest_of(given)
 
 
 def test_the_command(run, tmp_path, capsys, monkeypatch):

@@ -122,9 +122,7 @@ IN_STEP_3 = EVALUATED + 2 * REWARDED + EVALUATED + 5
 )
 def test_a_reward_that_raises_loses_no_step(run, tmp_path, monkeypatch, capsys, call, error):
     """The finished steps are saved, then the error goes on; --resume continues, and the run is the
-    one that never failed, but for an evaluation that was not made. Catches an error that loses the
-    steps since the checkpoint, one that is hidden or called a step that is not finite, and a log
-    without the step that was saved."""
+    one that never failed, but for an evaluation that was not made."""
     options = {"steps": 4, "eval_every": 2, "eval_problems": 2, "lr": 3e-3, "save_every": 4}
     run("whole", **options)
     with monkeypatch.context() as patch:

@@ -96,9 +96,8 @@ CASES = {
 @ALL
 def test_engines_return_what_the_oracle_draws(make_policy, monkeypatch, engine, case):
     """In float64, so that rounding changes no token; of a head with 62 rows more than there are
-    tokens. Catches a temperature, position or padding that is off, rows that change places or
-    split, an end that is not one, settings that leak in from the generation config, as
-    Qwen3 ships them, a cache by a name that this transformers ignores, and energies that cancel."""
+    tokens. Catches rows that change places or split, settings that leak in from the generation
+    config, as Qwen3 ships them, and energies that cancel."""
     monkeypatch.setattr(decoder, "ROOM", 4)
     model, _ = make_policy(dtype=torch.float64)
     model.model.norm.weight.data *= 1.5  # so that completions of a prompt stay equal for a while

@@ -45,9 +45,7 @@ def teach(policy_folder, file, tmp_path):
 
 def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
     """Loss and gradient in float64, against transformers' own attention, problem by problem: with
-    a slot for each problem, about four slots, and one slot. Catches a mean over a slot instead of
-    the batch, a loss on the prompt, the gradient of an earlier step, and a norm that is not
-    clipped."""
+    a slot for each problem, about four slots, and one slot. Catches a loss on the prompt."""
     model, tokenizer = make_policy(dtype=torch.float64)
     cfg = settings(file, batch_size=12)
     batch = sft.encode(cfg, tokenizer, 512)

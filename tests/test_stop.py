@@ -54,9 +54,8 @@ MOMENTS = [  # of a run that is resumed after each, and the last step that has e
 
 def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys):
     """A signal at each of these moments, then --resume: the step is finished, logged and saved, and
-    the run is the one that never stopped. Catches half a step in the log, a request that is
-    ignored, a stop that does not save, a schedule that ends with `until`, scores of prompts or a
-    mean token count that are lost, and a KL reference that trains or comes from the checkpoint."""
+    the run is the one that never stopped. Catches half a step in the log, a schedule that ends with
+    `until`, scores of prompts that are lost, and a KL reference from the checkpoint."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 12)  # epochs end within a step
     options = COMMON | {"method": "pps", "minibatches": 2, "prompts_per_step": 8, "loss": "dapo"}
     options |= {"prompt_rule": "uniform", "lr_schedule": "cosine", "save_every": 2, "beta": 0.1}
@@ -141,9 +140,8 @@ def leave(args):
 
 def test_two_ranks_broken_and_stopped(policy_folder, tmp_path):
     """One of two ranks fails, then torchrun gets SIGTERM, then the run goes to its end, and is the
-    run that was never stopped. (torchrun's own exit status is 1.) The first two have no last step,
-    so that they cannot end before they are stopped. Catches a rank that waits for one that has
-    left, finished steps that are lost with it, and ranks that stop at different steps."""
+    run that was never stopped. Catches a rank that waits for one that has left, finished steps that
+    are lost with it, and ranks that stop at different steps."""
     folder = tmp_path / "broken"
     endless = flags(policy_folder, str(folder), **(COMMON | {"steps": 10**6}))
     _, second = in_processes(2, leave, endless, codes=[1, 1])

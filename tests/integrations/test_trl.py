@@ -129,9 +129,8 @@ def six_steps(folder, resume=None, prompts=trl_toy.MANY):
 
 def test_resumed_bit_for_bit(tmp_path):
     """A run goes on from the checkpoint of step 4: the log, the weights, the draws and the history
-    are those of the run that went through. Catches a draw that starts over, a history or a
-    denominator that is forgotten, and a log that dppo-ceiling would take for a whole one. A
-    checkpoint of other prompts is refused; one of GRPOTrainer, without dppo.pt, is taken."""
+    are those of the run that went through; and its log is not taken for a whole one. A checkpoint
+    of other prompts is refused; one of GRPOTrainer, without dppo.pt, is taken."""
     whole, figures, weights = six_steps(tmp_path / "whole")
     four = tmp_path / "whole" / "checkpoint-4"
     resumed, again, weights_again = six_steps(tmp_path / "resumed", str(four))
