@@ -77,6 +77,8 @@ class DPPOTrainer(trl.GRPOTrainer):
     DPPOConfig."""
 
     def __init__(self, model, reward_funcs, args: DPPOConfig = None, *others, **options):
+        given = type(args).__name__
+        require(isinstance(args, DPPOConfig), f"args is of type {given}: give a DPPOConfig")
         super().__init__(model, reward_funcs, args, *others, **options)
         self.prunes_prompts = args.prompt_rule != "none"
         self.prunes = self.prunes_prompts or args.completion_rule != "none"

@@ -174,5 +174,7 @@ def test_trainers_are_refused(monkeypatch):
             patch.setattr(owner, name, value)
             with pytest.raises(RuleError, match=message):
                 trainer.check()
+    with pytest.raises(RuleError, match="args is of type GRPOConfig: give a DPPOConfig"):
+        dppo_trl.DPPOTrainer(trainer.model, trl_toy.toy_reward, trl.GRPOConfig(use_cpu=True))
     with pytest.raises(RuleError, match="images: "):
         trainer.gather({"num_images": [1]}, None, None)
