@@ -110,7 +110,8 @@ class Trainer:
         self.train_set, self.train_ids = encode(self.train_set)
         self.eval_set, self.eval_ids = encode(self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
-        self.content = data.content_hash(self.train_set)  # a resumed run must have the same
+        # a resumed run must have the same problems, and as tokens: a base's template may change
+        self.content = data.content_hash(self.train_set) + data.digest(self.train_ids)
         prompts = self.train_ids + self.eval_ids
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
@@ -472,7 +473,8 @@ def restore(trainer: Trainer) -> int:
     stored = checkpoint.load_state(trainer.saved)
     state = stored["trainer"]
     if state["content"] != trainer.content:
-        raise InputError(f"--data {trainer.cfg.data}: not the problems that the run began with")
+        wrong = "not the problems, or the prompts, that the run began with"
+        raise InputError(f"--data {trainer.cfg.data}: {wrong}")
     ranks.load_optimizer(trainer.optimizer, stored["optimizer"])
     trainer.load_state(state)
     return stored["step"]

@@ -38,7 +38,7 @@ ROWS = [  # what a row has beside its problem: the answer, the worked solution
     ({"solution": "so #### 1,003", "id": 7}, "1,003", "so\n\\boxed{1,003}"),
     ({"solution": BOX}, "\\frac{1}{2}", BOX),
     ({"answer": 27.0, "solution": "not \\boxed{1}"}, "27", "not \\boxed{1}"),
-    ({"final_answer": ["$2$", 3.0], "solution": ["three"]}, "$2$, 3", ""),
+    ({"final_answer": ["$2$", 3.0], "solution": ["three"]}, "2, 3", ""),
     ({"answer": float("nan")}, "", ""),
     # a heading is no answer, unlike the end of the last line; and a box wins over both
     ({"solution": HEADINGS}, "7", HEADINGS),

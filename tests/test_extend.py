@@ -127,7 +127,7 @@ WRONG = [  # the probabilities of a batch, a prune rate, the message
 def test_wrong_probabilities(chance, rate, message):
     """Catches a rule that would be biased without a word."""
     dppo.COMPLETION_RULES["mine"] = dppo.Rule(chance, rate=0.5)
-    with pytest.raises(dppo.RuleError, match=f"^a rule {message}"):
+    with pytest.raises(dppo.RuleError, match=f"^the rule of completions {message}"):
         dppo.prune_completions("mine", rate, batch(), dppo.generator_for(0))
 
 

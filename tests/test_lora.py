@@ -121,8 +121,8 @@ def test_a_run(run, policy_folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("needs", [{"lora": 4}, {"beta": 0.1}])
 def test_the_base_is_the_one_of_the_run(run, policy_folder, make_policy, tmp_path, needs):
-    """Catches adapters on a base, or a KL term of a reference, whose weights became others; and
-    a base that may not move."""
+    """Catches adapters on a base, or a KL term of a reference, whose weights or whose prompts
+    became others; and a base that may not move."""
     options = {"save_every": 1, "until": 1, "lr_schedule": "constant"} | needs
     run("run", **options)
     saved, moved = tmp_path / "run" / "checkpoint", str(tmp_path / "moved")
@@ -137,6 +137,13 @@ def test_the_base_is_the_one_of_the_run(run, policy_folder, make_policy, tmp_pat
     again = ["--resume", "--out-dir", str(tmp_path / "run"), "--model", moved, "--steps", "2"]
     toy.main(again)
     assert len(toy.rows(tmp_path / "run")) == 2
+    if "lora" in needs:  # whose tokenizer is the base's
+        template = Path(moved, "chat_template.jinja")
+        template.write_text("{% for m in messages %}9+{{ m.content }}{% endfor %}")
+        with pytest.raises(
+            InputError, match="not the problems, or the prompts, that the run began"
+        ):
+            toy.main([*again[:-1], "3"])
     other, _ = make_policy(seed=1)
     other.save_pretrained(moved)
     with pytest.raises(InputError, match=f"trained beside other weights than {moved} now has"):
