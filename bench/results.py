@@ -31,6 +31,7 @@ def tables() -> dict[str, str]:
     return {
         "train.py and TRL": peers_table(log.read_rows(peers.ROWS)),
         "equal steps": steps_table(log.read_rows(FOLDER / "savings.jsonl")),
+        "SmolLM2, in about as many seconds": steps_table(log.read_rows(FOLDER / "words.jsonl")),
         "seconds to an accuracy": reach_table(log.read_rows(FOLDER / "reach.jsonl")),
         "adaptive over the best group size": law_table(log.read_rows(FOLDER / "law.jsonl")),
     }
