@@ -59,7 +59,7 @@ def test_a_run_keeps_its_reward_and_its_trainer(run, tmp_path, monkeypatch):
         with pytest.raises(InputError, match=f"{found}: resume it with the program .*mine.py"):
             run("run", **again, **changes)
     own = types.SimpleNamespace(__qualname__="strict", __module__="__main__")  # a program's reward
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/there/mine.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/there/mine.py", raising=False)
     assert checkpoint.name_of(own) == "mine.strict"
 
 
@@ -71,7 +71,9 @@ def test_a_file_that_has_changed(run, tmp_path):
     options = {"data": str(path), "eval_data": "arithmetic", "save_every": 1}
     run("run", steps=1, **options)
     log.write_rows(path, problems[::-1])
-    with pytest.raises(InputError, match=r"--data .*train.jsonl: not the problems that the run"):
+    with pytest.raises(
+        InputError, match=r"--data .*train.jsonl: not the problems, or the prompts, that the run"
+    ):
         run("run", steps=2, resume=True, **options)
 
 
