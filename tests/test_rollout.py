@@ -236,3 +236,28 @@ def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
     how = models.sampling(cfg, loaded, tokenizer, 20, batch_size=7)
     options = {"temperature": 0.5, "batch_size": 7, "engine": models.ENGINES["hf"]}
     assert how == rollout.Sampling(9, [256, 299], tokenizer.eos_token_id, **options)
+
+
+def test_prompts_and_equal_texts_are_read_once(make_policy, monkeypatch):
+    """Catches a prefill for each completion, equal texts in two rows, finished rows that stay, and
+    a batch size that is ignored."""
+    model, _ = make_policy()
+    computed, forward = [], decoder.Decoder.__call__  # tokens of each forward
+
+    def spy(ours, token, *args):
+        computed.append(token.numel())
+        return forward(ours, token, *args)
+
+    model.register_forward_pre_hook(lambda _model, args: computed.append(args[0].numel()))
+    monkeypatch.setattr(decoder.Decoder, "__call__", spy)
+    options = {"eos_ids": list(range(0, 258, 8)), "batch_size": 50}
+    found = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, **options)
+    read = set()
+    for prompt, (group, lengths) in enumerate(
+        zip(found.completion_ids.tolist(), found.lengths.tolist(), strict=True)
+    ):
+        for text, length in zip(group, lengths, strict=True):
+            read |= {(prompt, *text[:n]) for n in range(1, length)}
+    assert found.truncated.any()
+    assert max(computed) <= 50
+    assert sum(computed) == 6 + len(read)
