@@ -324,9 +324,11 @@ class Rule:
 
     def keep_prob(self, batch, prune_rate: float) -> torch.Tensor:
         """The probabilities, float64, checked."""
-        p, whose = self.chance(batch, prune_rate), whose_rule(batch)
+        p = self.chance(batch, prune_rate)
+        whose = whose_rule(batch)
         if p.shape != batch.live.shape:
-            wanted, found = list(batch.live.shape), list(p.shape)
+            wanted = list(batch.live.shape)
+            found = list(p.shape)
             raise RuleError(f"{whose} must return probabilities of shape {wanted}, not {found}")
         valid = (p >= 0) & (p <= 1) & ((p > 0) | ~batch.live)  # NaN is not
         if not valid.all():

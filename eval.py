@@ -79,6 +79,8 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     config.require(cfg, "temperature", 0 <= cfg.temperature < math.inf, "at least 0")
     config.require(cfg, "top_k", cfg.top_k >= 0, "at least 0")
     config.require(cfg, "top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
+    if reward:
+        rewards.takes_row(reward)  # raises if it cannot be called: now, not after sampling
     if cfg.compare:
         return compare(*cfg.compare)
     config.require(cfg, "model", cfg.model, "a folder such as out/checkpoint, or another model")

@@ -25,6 +25,7 @@ import data
 import decoder
 import lora
 import packing
+import rewards
 import rollout
 from config import Config, require
 from dppo import seed_for
@@ -54,6 +55,8 @@ class Models(NamedTuple):
 def load_problems(cfg: Config, reward: Callable | None = None) -> tuple:
     """(problems of --data, problems to evaluate on if there are evaluations, their two rewards).
     `reward` replaces the data's own."""
+    if reward:
+        rewards.takes_row(reward)  # raises if it cannot be called
     limit = cfg.eval_problems if cfg.eval_every else 0
     sets = ranks.broadcast(data.problem_sets, cfg.data, cfg.eval_data, limit, reward)
     names = (cfg.data, cfg.eval_data or cfg.data)
@@ -164,7 +167,6 @@ def sampling(
     if not ends:
         raise InputError(f"--model {cfg.model}: nothing names its end token: set eos_token")
     pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    engine = None if cfg.engine == "vllm" else ENGINES[cfg.engine]
     if cfg.engine == "vllm":
         from engines import vllm_engine
 
@@ -172,6 +174,8 @@ def sampling(
             model.name_or_path, vocab_size=model.vocab_size, max_tokens=most_tokens,
             sequences=batch_size, dtype=cfg.dtype, device=cfg.device, memory=vllm_memory,
         )  # fmt: skip
+    else:
+        engine = ENGINES[cfg.engine]
     return rollout.Sampling(
         cfg.max_new_tokens, ends, pad, temperature=cfg.temperature, batch_size=batch_size,
         engine=engine, **options,
@@ -202,7 +206,8 @@ def read(name: str):
 
     The model has packed attention. `model.longest` is the number of tokens that a sequence may
     have, and `model.fingerprint` that of what was read. The tokenizer is as it was saved."""
-    source, options = name, {"trust_remote_code": False}
+    source = name
+    options = {"trust_remote_code": False}
     try:
         types = stored_types(Path(name))
         base = lora.base_of(name)
@@ -222,8 +227,8 @@ def read(name: str):
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
         check_weights(model, names)
-        own = not base or has_file(name, "tokenizer_config.json")
-        tokenizer = AutoTokenizer.from_pretrained(name if own else base, **options)
+        own_tokenizer = not base or has_file(name, "tokenizer_config.json")
+        tokenizer = AutoTokenizer.from_pretrained(name if own_tokenizer else base, **options)
         # For checkpoints. A call changes the tokenizer's padding and truncation settings.
         tokenizer.as_loaded = copy.deepcopy(tokenizer)
         model.fingerprint = fingerprint(model.parameters())
@@ -247,7 +252,7 @@ def read(name: str):
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
         where = "" if Path(source).exists() else " (there is no such folder)"
         raise InputError(f"--model {name} cannot be loaded{where}: {in_words(error)}") from None
-    if not own and has_file(name, "chat_template.jinja"):
+    if not own_tokenizer and has_file(name, "chat_template.jinja"):
         ranks.say(f"note: {name} has a chat template without a tokenizer: {base}'s is used")
     kind, saved_as = type(model).__name__, config.architectures or []
     code = getattr(config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map")

@@ -86,8 +86,9 @@ def takes_row(reward) -> bool:
     try:
         signature = inspect.signature(reward)
         row = {"row": {}} if "row" in [*signature.parameters][2:] else {}
-        if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
-            raise TypeError("it would get none of the columns that **keywords suggest")
+        takes_keywords = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+        if takes_keywords and not row:
+            raise TypeError("columns come in row, not as keywords")
         signature.bind("", "", **row)
         return bool(row)
     except (TypeError, ValueError) as error:  # ValueError: a function of C may have no signature

@@ -110,7 +110,8 @@ class Trainer:
         self.train_set, self.train_ids = encode(self.train_set)
         self.eval_set, self.eval_ids = encode(self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
-        # a resumed run must have the same problems, and as tokens: a base's template may change
+        # A resumed run must have the same problems. It must have the same prompts, too: the chat
+        # template of a base may have changed.
         self.content = data.content_hash(self.train_set) + data.digest(self.train_ids)
         prompts = self.train_ids + self.eval_ids
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)

@@ -4,7 +4,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench ceiling     what pruning and smaller groups would do for a run, from its log
     python -m bench peers       train.py against TRL, until an accuracy
     python -m bench race        methods at equal steps, or until an accuracy
-    python -m bench results     the tables of docs/results.md, from their rows
+    python -m bench results     the tables and pictures of docs/, from their rows
 
 `--json FILE` writes the rows.
 """

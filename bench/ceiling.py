@@ -230,7 +230,8 @@ def as_steps(tables: list[list[tuple]]) -> list[Step]:
 def rest_of(given: str) -> float:
     """The rest that --rest gives: a number, or the median of the steps in a file but the first,
     which warms up. verl's console log has a step a line; JSON may have a pair a line."""
-    text, rests = f"dppo/rest: {given}", []
+    text = f"dppo/rest: {given}"
+    rests = []
     if Path(given).is_file():
         text = re.sub(r",\s*\n", ", ", Path(given).read_text(errors="replace"))
     pair = re.compile(r"((?:dppo|timing_s)/\w+)[\"']?\s*[:=]\s*[\"']?(?:np\.float64\()?([\d.e+-]+)")
@@ -253,7 +254,8 @@ def rest_of(given: str) -> float:
 
 def figures(run: Run, name: str) -> dict:
     """What the report says, as numbers. LogError if that would be little more than chance."""
-    steps, rests = run.steps, [run.rest] if run.rest else RESTS
+    steps = run.steps
+    rests = [run.rest] if run.rest else RESTS
     weights = torch.cat([step.prompt_weights for step in steps])
     live = torch.cat([~dppo.dead_groups(step.rewards) for step in steps])
     if live.sum() < ENOUGH:
@@ -328,7 +330,8 @@ def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, to
 
 
 def report(found: dict, run: Run, name: str) -> str:
-    rests, unit = found["rests"], "tokens" if run.trainer == "train.py" else "characters"
+    rests = found["rests"]
+    unit = "tokens" if run.trainer == "train.py" else "characters"
     rows = [*zip(RULES, found["trained"], found["faster"], strict=True)]
     rows.append(("no training at all", 0.0, [1 + 1 / rest for rest in rests]))
     cells = lambda values: "".join(f"{value:>14}" for value in values)

@@ -30,7 +30,8 @@ def plan(model, cfg, world: int) -> dict[str, int]:
     if cfg.lora:  # adapters of a matrix have `rank` of its rows and columns
         embedding, names = model.get_input_embeddings().weight, model.base_model.named_parameters()
         ours = [w for name, w in names if ".lora_" not in name and w is not embedding]
-        share, frozen = cfg.lora * sum(sum(w.shape) for w in ours if w.dim() == 2), parameters
+        share = cfg.lora * sum(sum(w.shape) for w in ours if w.dim() == 2)
+        frozen = parameters
     chunk = min(packing.HEAD_LOGITS, cfg.pack_tokens * model.config.vocab_size)
     return {
         "weights": 4 * share + dtype.itemsize * frozen,
@@ -53,12 +54,17 @@ def activations(config, cfg, parameters: int) -> int:
     heads = config.num_attention_heads + config.num_key_value_heads
     width = getattr(config, "head_dim", None) or d // config.num_attention_heads
     tables = config.vocab_size * d * (1 if config.tie_word_embeddings else 2)
+    # Bytes: casts of copied weights; a token of a layer's input, and of all that a layer keeps.
+    casts = 0
+    residual = 4
     if cfg.dtype == "float32":
-        casts, residual, layer = 0, 4, 16 * d + 12 * heads * width + 16 * inner  # bytes a token
+        layer = 16 * d + 12 * heads * width + 16 * inner
     elif cfg.lora:
-        casts, residual, layer = 0, 2, 14 * d + 8 * heads * width + 8 * inner
+        residual = 2
+        layer = 14 * d + 8 * heads * width + 8 * inner
     else:
-        casts, residual, layer = 2 * (parameters - tables), 4, 18 * d + 8 * (heads * width + inner)
+        casts = 2 * (parameters - tables)
+        layer = 18 * d + 8 * heads * width + 8 * inner
     if cfg.gradient_checkpointing:
         return cfg.pack_tokens * (residual * d * layers + layer) + casts // layers
     return cfg.pack_tokens * layer * layers + casts

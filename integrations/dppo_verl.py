@@ -151,12 +151,12 @@ class DPPOTrainer(PPOTrainerSync):
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"  # verl compares this name in seven places
         super().__init__(config)
-        if not self.prunes:
-            self.__class__ = PPOTrainerSync  # none of the methods below is used
 
     def _setup(self):
         """verl's. The training processes get the pruned loss, and mini-batches of what is kept."""
         super()._setup()
+        if not self.prunes:
+            return
         workers, actor = self.actor_rollout_wg, omega_conf_to_dataclass(self.actor)
         workers.set_loss_fn(functools.partial(pruned_loss, actor))
         workers.update_actor = functools.partial(self.send, workers.update_actor)
@@ -199,6 +199,8 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _step_once(self, metrics, timing_raw, sample_batch_size):
         """verl's step. Returns all rows: verl logs their figures and clears them from its queue."""
+        if not self.prunes:
+            return super()._step_once(metrics, timing_raw, sample_batch_size)
         batch = super()._step_once(metrics, timing_raw, len(self.groups))
         keys, tags = self.sampled.keys + batch.keys, self.sampled.tags + batch.tags
         rows = dict(zip(keys, tags, strict=True))
@@ -207,6 +209,8 @@ class DPPOTrainer(PPOTrainerSync):
     def _balance_batch(self, batch, metrics, **options):
         """What is kept of a batch with rewards, padded and balanced in each update. The field
         `dppo` has the weight and the denominator of every row."""
+        if not self.prunes:
+            return super()._balance_batch(batch, metrics, **options)
         kept, tokens = self.draw_completions(batch, metrics)
         self.sampled = batch
         self.parts = [part for part, _ in kept.values()]
@@ -234,6 +238,8 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """To how many rows verl pads: M updates of equal size on each rank."""
+        if not self.prunes:
+            return super()._get_required_batch_multiple(dp_size)
         self.ranks = dp_size
         largest = max(self.parts.count(part) for part in self.parts)  # rows of an update
         self.rows_per_update = dp_size * math.ceil(largest / dp_size)
@@ -317,7 +323,8 @@ class DPPOTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch, metrics):
         """verl's, whose groups are no longer full, then the advantages of the full groups."""
         batch = super()._compute_advantage(batch, metrics)
-        tq.kv_batch_put(self.sampled.keys, batch.partition_id, fields=self.advantages)
+        if self.prunes:
+            tq.kv_batch_put(self.sampled.keys, batch.partition_id, fields=self.advantages)
         return batch
 
     # --------------------------------------------------------------------------------- checkpoints

@@ -173,7 +173,8 @@ class Greso:
         are between that and a quarter of it, like the original's 384 and 64 of 256.
         """
         first_epoch = self.cursor < len(self.easy)
-        prompts, rewards, num_live = [], [], 0
+        prompts, rewards = [], []  # of each round
+        num_live = 0
         size = most = 3 * target // 2
         while num_live < target and len(prompts) < self.ROUNDS:
             prompts.append(self.select(size, order, generator))
@@ -184,7 +185,8 @@ class Greso:
             share = live.double().mean().item()
             expected = 1.25 * (target - num_live) / share if share else most
             size = min(max(int(expected), target // 4, 1), most)
-        prompts, rewards = torch.cat(prompts), torch.cat(rewards)
+        prompts = torch.cat(prompts)
+        rewards = torch.cat(rewards)
         if not first_epoch:
             self.adjust(rewards)
         return prompts, rewards, (~dppo.dead_groups(rewards)).nonzero()[:target, 0]

@@ -173,7 +173,8 @@ def fit(x, y, rank: int, ridge: float = RIDGE):
     on the squared norm of up down, whose weight is ridge times the sum of squares of x, over d."""
     center, bias = x.mean(dim=0), y.mean(dim=0)
     x = x - center  # then the mean of y does not matter
-    gram, cross = x.T @ x, x.T @ y
+    gram = x.T @ x
+    cross = x.T @ y
     penalty = ridge * gram.trace() / len(gram)
     full = torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), cross)  # [d, d]
     # Among maps of rank r, the penalized error falls by the eigenvalues that they keep.

@@ -134,6 +134,14 @@ def test_a_reward_may_ask_for_the_row():
     assert data.content_hash([problem]) == data.content_hash([again])
 
 
+def test_rewards_that_cannot_be_called():
+    """Catches one that fails after hours of sampling, and columns that never come."""
+    for reward in (lambda completion: 1.0, lambda completion, answer, **columns: 1.0):
+        with pytest.raises(InputError, match=r"cannot be called .*\(completion, answer, row\)"):
+            rewards.takes_row(reward)
+    assert rewards.takes_row(lambda completion, answer, row, **others: 1.0)
+
+
 # ---------------------------------------------------------------------------- the judge
 
 
