@@ -265,6 +265,13 @@ def test_stored_completions_are_scored_again(evaluate, tmp_path, sampled):
     assert not sampled
 
 
+def test_a_reward_that_cannot_be_called_samples_nothing(evaluate, sampled):
+    """Catches a wrong signature that is found only after an hour of sampling."""
+    with pytest.raises(InputError, match="the reward .* cannot be called"):
+        evaluate("evals", reward=lambda completion: 1.0)
+    assert not sampled
+
+
 def test_a_reward_that_raises_loses_no_completion(evaluate, tmp_path, sampled):
     """Catches a batch that is stored only after it was scored."""
     with pytest.raises(ZeroDivisionError):
