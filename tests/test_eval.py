@@ -267,7 +267,7 @@ def test_stored_completions_are_scored_again(evaluate, tmp_path, sampled):
 
 def test_a_reward_that_cannot_be_called_samples_nothing(evaluate, sampled):
     """Catches a wrong signature that is found only after an hour of sampling."""
-    with pytest.raises(InputError, match="the reward .* cannot be called"):
+    with pytest.raises(InputError, match=r"the reward .* cannot be called"):
         evaluate("evals", reward=lambda completion: 1.0)
     assert not sampled
 
