@@ -1,6 +1,5 @@
 """What a user adds works, or says why not: rewards, rules and losses, from the README and wrong."""
 
-import random
 import re
 import runpy
 import sys
@@ -52,10 +51,10 @@ def test_reward_of_the_readme(tmp_path):
     reward that is 0 forever, as an earlier README's was."""
     names = {"__name__": "myreward"}
     exec(REWARD, names)
-    found, rng = [], random.Random(0)
+    found = []
     for index in range(200):
         prompt, answer, _ = arithmetic.problem("train", index)
-        completion = arithmetic.worked_answer(prompt, arithmetic.CARRY_PROB, rng)
+        completion = toy.worked(prompt) + "0" * (index % 2)
         reward = names["my_reward"](completion, answer, {"problem": prompt})
         assert (reward > 0.5) == rewards.arithmetic_reward(completion, answer)
         found.append(reward > 0.5)

@@ -39,6 +39,14 @@ def toy_reward(completion, _answer):
     return float(completion[:1] < "@")
 
 
+def worked(prompt):
+    """The right completion of a sum, such as 7+9=16;16+5=21."""
+    numbers = [*map(int, prompt.rstrip("?").split("+"))]
+    totals = [*itertools.accumulate(numbers)]
+    links = zip(totals, numbers[1:], totals[1:], strict=False)
+    return ";".join(f"{total}+{number}={result}" for total, number, result in links)
+
+
 def flags(model, out_dir, **changes):
     """The command line of a run of a few seconds. A value of True makes a switch."""
     options = {
