@@ -4,11 +4,8 @@ Structured pruning: take neurons, attentions or whole blocks out of a language m
     python -m related.structured --model smollm2 --sparsity 0.25 --method 2ssp --out-dir out-2ssp
 
 2ssp (arXiv:2501.17771) narrows every FFN to the same number of neurons, then removes attentions one
-by one. The depth metrics (arXiv:2407.16286) score each block once, on the whole model, and the
-blocks with the lowest scores go:
-
-    cosine, l2   how far the block moves the hidden state: 1 - cosine, |change| / |hidden state|
-    loss         the loss if this block alone is gone
+by one. depth (arXiv:2407.16286) scores each block once, on the whole model, by the loss if this
+block alone is gone, and the blocks with the lowest scores go.
 
 What is removed adds nothing to the residual stream. With --recovery something stands in for it
 (after arXiv:2407.16286, whose code is not public): the map of rank r of its normed input, and the
@@ -29,7 +26,6 @@ from pydoc_data.topics import topics
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 import tyro
 
 import models
@@ -68,28 +64,13 @@ def size(module) -> int:
 # ------------------------------------------------------------------------- depth: one-shot scores
 
 
-@torch.no_grad()
-def importance(model, sequences, metric: str) -> torch.Tensor:
-    """The score [L] of each block, on average over sequences [N, T]."""
-    blocks = model.base_model.layers
-    scores = []
-    if metric == "loss":
-        for block in range(len(blocks)):
-            with without(model, [f"{block}.{kind}" for kind in pruned.NORMS]):
-                scores.append(loss(model, sequences))
-        return torch.tensor(scores)
-
-    def see(_block, inputs, after):
-        before = inputs[0]  # [N, T, d]
-        if metric == "cosine":
-            score = 1 - F.cosine_similarity(before, after, dim=-1)
-        else:
-            score = (after - before).norm(dim=-1) / before.norm(dim=-1)
-        scores.append(score.mean().item())
-
-    with pruned.hooked(blocks, see):
-        model.base_model(sequences, use_cache=False)
-    return torch.tensor(scores)
+def block_losses(model, sequences) -> torch.Tensor:
+    """The loss [L] on sequences [N, T] without each block."""
+    losses = []
+    for block in range(len(model.base_model.layers)):
+        with without(model, [f"{block}.{kind}" for kind in pruned.NORMS]):
+            losses.append(loss(model, sequences))
+    return torch.tensor(losses)
 
 
 # ------------------------------------------------------------------------- 2ssp: width, then depth
@@ -204,7 +185,7 @@ def prune(model, sequences, method: str, sparsity: float, recovery: bool = False
     if method == "2ssp":
         removed = two_stage(model, sequences, sparsity)
     else:
-        scores = importance(model, sequences, method)
+        scores = block_losses(model, sequences)
         lowest = scores.argsort(stable=True)[: round(sparsity * len(scores))].tolist()
         removed = [f"{block}.{kind}" for block in lowest for kind in pruned.NORMS]
     if not recovery:
@@ -214,7 +195,7 @@ def prune(model, sequences, method: str, sparsity: float, recovery: bool = False
 
 def main(
     model: str = "smollm2", sparsity: float = 0.25,
-    method: Literal["2ssp", "cosine", "l2", "loss"] = "2ssp", recovery: bool = False,
+    method: Literal["2ssp", "depth"] = "2ssp", recovery: bool = False,
     out_dir: Path = Path("out/pruned"),
 ) -> None:  # fmt: skip
     """Prune a model, save it, and print what it lost.
