@@ -11,12 +11,12 @@ minimal.py's `sample` has the same loop. This one also reads each prompt once fo
 lets them share a row of the batch while their texts are equal (on a CPU), and gives each completion
 random numbers of its own, so that it does not depend on what else is sampled.
 
-Two engines take its place, and return the same: hf (transformers' model.generate, engines/hf.py)
-and vllm (for large models on GPUs, engines/vllm_engine.py).
+Two engines can replace it, and return the same Rollouts: hf (transformers' model.generate,
+engines/hf.py) and vllm (for large models on GPUs, engines/vllm_engine.py).
 
 Letters: K prompts, G completions each, T = max_new_tokens, V vocabulary, B = completions of a
-batch, W tokens of the longest of their prompts. n completions are unfinished. They have R distinct
-texts, one row each, and C after the next token.
+batch, W tokens of the longest of their prompts. n completions are active. They have R texts, which
+are rows of the batch, and C texts after the next token. (On a GPU each completion is a text.)
 """
 
 import math
@@ -41,7 +41,7 @@ from runtime.device import send
 FREE_SHARE = 0.6  # of a GPU's free memory: the rest is for logits, and for reading prompts
 # Tokens between two looks for completions that have ended. On a GPU the host waits at a look.
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
-BLOCK = 512  # tokens of the vocabulary that are summed together, see `draw`
+BLOCK = 512  # tokens of the vocabulary that are summed together, see `inverse_cdf`
 BELOW_1 = 1 - 2**-53  # the largest float64 below 1
 
 
@@ -81,10 +81,10 @@ def sample(
     """Sample `group_size` completions of each prompt, shortest prompts first, batch by batch.
 
     A prompt has a key, by default its place in the list. A completion's random numbers follow from
-    (seed, key, its place in the group). So, except for rounding, it does not depend on other
-    prompts and completions, their order, the size of a batch, or the engine. (vLLM's samples depend
-    on all prompts.) An engine is a module or an object: sampling.engine.sample takes the arguments
-    of this function, and `keys` is never None.
+    (seed, key, its place in the group). So, with the loop or hf and except for rounding, it does
+    not depend on other prompts and completions, their order, or the size of a batch. (vLLM's
+    samples depend on all prompts.) An engine is a module or an object: sampling.engine.sample takes
+    the arguments of this function, and `keys` is never None.
 
     Raises NotFiniteError if the model's logits are not finite.
     """
@@ -140,7 +140,7 @@ def decode(model, prompts, group_size: int, record: "Record") -> None:
     """
     T, device = record.sampling.max_new_tokens, model.device
     look = LOOK_EVERY[device.type]
-    shares = look == 1
+    shares = device.type == "cpu"
 
     # Padding on the left makes all completions begin in one column.
     ids, mask = pad_left(prompts, device)  # [K, W]
@@ -150,18 +150,17 @@ def decode(model, prompts, group_size: int, record: "Record") -> None:
     inputs = {"attention_mask": mask, "position_ids": positions, decoder.cache_name(model): cache}
     logits = model(ids, **inputs, logits_to_keep=1).logits[:, -1]  # [K, V]
 
-    # What attention adds to its scores: -inf at padding. transformers would make it anew for each
-    # token. Its width is a multiple of 8, because attention copies other widths.
+    # What attention adds to its scores: 0, or -inf at padding. transformers would make it anew for
+    # each token. Its memory is a multiple of 8 wide, because attention copies other widths.
     bias = F.pad(mask, (0, T + -(W + T) % 8), value=1)[:, None, None].to(model.dtype).log()
     last = positions[:, -1:]  # [K, 1], the position of the last token of the prompt
     is_padded = min(map(len, prompts)) < W
     forward = decoder.forward_of(model, W + T)
 
-    active = torch.arange(len(record.ids), device=device)  # the unfinished completions, [n]
+    active = torch.arange(len(record.ids), device=device)  # [n], completions that go on
     row_of = active // group_size  # the row of each of them
     for t in range(T):
-        # The texts after the next token: the row [C] that each continues, its token [C, 1], and the
-        # text of each completion [n].
+        # Each new text continues a row [C] by a token [C, 1]; text_of [n]: those of completions.
         rows, token, text_of = record.draw(logits, active, row_of, t, shares)
         if t + 1 == T:
             break
@@ -171,10 +170,11 @@ def decode(model, prompts, group_size: int, record: "Record") -> None:
                 break
             if not going.all():  # completions that have ended leave
                 active, text_of = active[going], text_of[going]
-                kept, text_of = text_of.unique(return_inverse=True)
+                kept, text_of = text_of.unique(return_inverse=True)  # texts of nobody leave, too
                 rows, token = rows[kept], token[kept]
 
-        row_of, R = text_of, len(logits)
+        row_of = text_of  # each text becomes a row
+        R = len(logits)  # the rows until now: nothing moves if each of them goes on once, in place
         if len(rows) != R or (shares and not torch.equal(rows, torch.arange(R))):
             for layer in cache.layers:
                 layer.select(rows)
@@ -198,8 +198,8 @@ class Record:
 
     def draw(self, logits, active, row_of, t: int, shares: bool):
         """Draw token t of the completions `active` [n] from the logits [R, V] of their rows, row_of
-        [n]. Returns the texts after it: the row [C] that each continues, its token [C, 1], and the
-        text of each completion [n]. If completions do not share rows, each is a text."""
+        [n]. Returns the texts after it: the row [C] that each continues, the token [C, 1] that it
+        adds, and the text of each completion [n]. If completions do not share rows, each is one."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits[:, : self.vocab_size].to(dtype)  # [R, V]; the head may have more rows
         logprobs = self.warpers(None, logits).log_softmax(dim=1)
@@ -207,7 +207,7 @@ class Record:
         if self.sampling.temperature == 0:
             token = logprobs.argmax(dim=1)[row_of]  # [n]
         else:
-            token = draw(probs, self.uniforms[active, t, None], row_of)[:, 0]
+            token = inverse_cdf(probs, self.uniforms[active, t, None], row_of)[:, 0]
 
         texts, text_of = row_of * V + token, torch.arange(len(active), device=active.device)
         if shares:
@@ -215,8 +215,9 @@ class Record:
         rows, token = texts // V, texts[:, None] % V
         logprob = logprobs[rows, token[:, 0]]  # [C]
         entropy = torch.special.entr(probs).sum(dim=1)[rows]
+        # Energy: (1 - p)^2 of the token, by expm1, which does not cancel, and p^2 of all others.
         others = probs if not shares and len(rows) == len(probs) else probs[rows]  # [C, V]
-        others.scatter_(1, token, 0.0)  # then 1 - p does not cancel
+        others.scatter_(1, token, 0.0)  # in probs itself, if nobody reads it again
         energy = logprob.expm1().square() + others.square().sum(dim=1)
         self.ids[active, t] = token[text_of, 0]
         self.figures[:, active, t] = torch.stack([logprob, entropy, energy]).float()[:, text_of]
@@ -227,9 +228,9 @@ class Record:
         return torch.isin(self.ids[active, start:stop], self.end_ids).any(dim=1)
 
 
-def draw(probs, uniform, row):
-    """Draw indices [n, 1] from rows [n] of probabilities [R, V], with one number [n, 1] in [0, 1)
-    for each: the first index whose cumulative sum is above `uniform` times the total.
+def inverse_cdf(probs, uniform, row_of):
+    """Draw indices [n, 1] from the rows row_of [n] of probabilities [R, V], with one number [n, 1]
+    in [0, 1) for each: the first index whose cumulative sum is above `uniform` times the total.
 
     The sum must be in float64, because in float32 unlikely tokens would lose their share. Over a
     vocabulary of 150,000 it is the slowest part of sampling, so a draw first chooses a block, by
@@ -238,22 +239,22 @@ def draw(probs, uniform, row):
     """
     V = probs.shape[1]
     blocks = F.pad(probs, (0, -V % BLOCK)).unflatten(1, (-1, BLOCK))  # [R, blocks, BLOCK]
-    sums = blocks.sum(dim=2).double()[row]  # [n, blocks]
-    ends = sums.cumsum(dim=1)
-    block = _place(ends, uniform)  # [n, 1]
+    sums = blocks.sum(dim=2).double()[row_of]  # [n, blocks]
+    cumulative = sums.cumsum(dim=1)
+    block = _place(cumulative, uniform)  # [n, 1]
     # A token of the block, by how far into the block the random number reaches.
-    point = uniform * ends[:, -1:] - (ends - sums).gather(1, block)
+    point = uniform * cumulative[:, -1:] - (cumulative - sums).gather(1, block)
     share = (point / sums.gather(1, block)).clamp(0.0, BELOW_1)
-    entries = blocks[row, block[:, 0]].double()  # [n, BLOCK]
+    entries = blocks[row_of, block[:, 0]].double()  # [n, BLOCK]
     return (block * BLOCK + _place(entries.cumsum(dim=1), share)).clamp(max=V - 1)
 
 
-def _place(ends, share):
+def _place(cumulative, share):
     """The first column [n, 1] whose cumulative sum is above this share of the total. An entry of 0
     is never chosen: a share below 1 of a total rounds to less than the total. If the sums are NaN,
     any column may come back."""
-    point = share * ends[:, -1:]
-    return torch.searchsorted(ends, point, right=True).clamp(max=ends.shape[1] - 1)
+    point = share * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, point, right=True).clamp(max=cumulative.shape[1] - 1)
 
 
 def warpers(sampling) -> LogitsProcessorList:

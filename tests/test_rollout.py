@@ -140,7 +140,7 @@ def test_a_draw_inverts_the_cumulative_sum(vocabulary):
     ends = probs.double().cumsum(dim=1)[row]
     exact = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)
     assert (exact == vocabulary - 1).any()
-    assert torch.equal(rollout.draw(probs, uniform, row), exact)
+    assert torch.equal(rollout.inverse_cdf(probs, uniform, row), exact)
 
 
 def test_a_token_of_probability_0_is_never_drawn(monkeypatch):
@@ -157,7 +157,7 @@ def test_a_token_of_probability_0_is_never_drawn(monkeypatch):
     lowest = torch.zeros_like(below_border)
     highest = torch.full_like(below_border, rollout.BELOW_1)
     for uniform in (below_border, lowest, highest):
-        drawn = rollout.draw(probs, uniform, torch.arange(20_000))
+        drawn = rollout.inverse_cdf(probs, uniform, torch.arange(20_000))
         assert (probs.gather(1, drawn) > 0).all()
 
 
