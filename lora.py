@@ -22,12 +22,6 @@ from runtime import InputError, ranks
 ALPHA = 32  # divided by the rank, so that one learning rate fits all ranks
 
 
-def learning_rate(all_weights: float) -> float:
-    """Ten times the one for all weights, at any rank, as Schulman et al. found (LoRA Without
-    Regret, 2025, thinkingmachines.ai/blog/lora). docs/results.md has our figures."""
-    return round(10 * all_weights, 12)
-
-
 def inject(model, rank: int, seed: int) -> None:
     """Add adapters to all linear layers but the head, and freeze everything else. InputError for
     weights of another kind, such as all experts of a layer in one."""

@@ -29,7 +29,7 @@ import random
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, DynamicCache, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, set_seed
 
 from tasks import arithmetic
 
@@ -40,7 +40,7 @@ LOW = 0.7  # for --prompts: keep prompts of low past |advantage| with this proba
 STEPS, WARMUP, LR, CLIP, ROWS = 100, 5, 6e-4, 0.2, 32  # ROWS: completions in one backward pass
 PROBLEMS, HELD_OUT = 512, 150
 
-tokenizer = arithmetic.make_tokenizer()  # one token per character; pads on the left
+tokenizer = AutoTokenizer.from_pretrained(arithmetic.BASE)  # a token a byte; pads on the left
 PAD, END = tokenizer.pad_token_id, tokenizer.eos_token_id
 
 

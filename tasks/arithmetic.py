@@ -11,15 +11,12 @@ on long ones, so groups that are dead (all right or all wrong) come alive and di
 
 A problem is a function of (split, index), so no data is stored. The base model is stored, in
 the folder BASE: a Qwen3 of 0.8 M parameters, trained from nothing in two minutes (the program:
-`git show dd2709c:tasks/arithmetic.py`), with weights in float16.
+`git show dd2709c:tasks/arithmetic.py`), with weights in float16. It has a token for each byte.
 """
 
 import random
 import zlib
 from pathlib import Path
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 BASE = Path(__file__).resolve().parent / "arithmetic-base"  # a Hugging Face folder
 CHAIN = (2, 8)  # shortest and longest chain in the default splits
@@ -65,22 +62,3 @@ def _chain(split: str, rng: random.Random) -> tuple[list[int], str]:
         span, source = (LONGER, "longer") if split == "longer" else (CHAIN, "chain")
     count = rng.randint(*span)
     return [rng.randint(1, 9) for _ in range(count)], source
-
-
-# ---------------------------------------------------------------------------- the tokenizer
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer: one token per byte, so any text round-trips, then pad and end."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: index for index, char in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toy
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import config
@@ -46,7 +46,7 @@ def make_policy():
 
     def make(seed=0, dtype=torch.float32):
         torch.manual_seed(seed)
-        tokenizer = arithmetic.make_tokenizer()
+        tokenizer = AutoTokenizer.from_pretrained(arithmetic.BASE)
         config = Qwen3Config(
             vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,

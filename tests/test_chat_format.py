@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import chat_format
 from tasks import arithmetic
@@ -20,7 +21,7 @@ CHATML = (
 @pytest.fixture
 def tokenizer():
     """One token per byte; then <|pad|> and <|end|>, and the control tokens of a chat."""
-    found = arithmetic.make_tokenizer()
+    found = AutoTokenizer.from_pretrained(arithmetic.BASE)
     special = ["<|start|>", "<|stop|>", "[THINK]", "[/THINK]"]
     found.add_special_tokens({"additional_special_tokens": special})
     found.add_tokens(["<think>", "</think>"])  # not special, as Qwen3 has them

@@ -13,6 +13,7 @@ import pytest
 import toy
 from pyarrow import parquet
 from tokenizers import normalizers, processors
+from transformers import AutoTokenizer
 
 import chat_format
 import data
@@ -312,7 +313,7 @@ def test_the_tokenizer_is_the_models(prompts):
 
 def test_the_date_of_a_template():
     """Catches a prompt that is another one on the next day."""
-    tokenizer = arithmetic.make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic.BASE)
     tokenizer.chat_template = '{% set day = strftime_now( "%Y-%m-%d" ) %}{{ day }}'
     chat_format.fix_date(tokenizer, "2026-11-20")
     assert tokenizer.apply_chat_template([USER], tokenize=False) == "2026-11-20"

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import data
 import rewards
@@ -71,7 +72,7 @@ def test_boxes():
 def rollouts_of(prompts, completions, answer="7"):
     """Rollouts of the same completions for each prompt, their problems, and a tokenizer whose marks
     of thoughts are special tokens: what rewards.score takes."""
-    tokenizer = arithmetic.make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic.BASE)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     ids = [tokenizer.encode(text) for text in completions]
     padded = [own + [0] * (max(map(len, ids)) - len(own)) for own in ids]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import toy
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import config
 import models
@@ -17,7 +17,7 @@ from related import pruned, structured
 from runtime import InputError
 from tasks import arithmetic
 
-TOKENIZER = arithmetic.make_tokenizer()
+TOKENIZER = AutoTokenizer.from_pretrained(arithmetic.BASE)
 IDS = torch.randint(0, 256, (3, 7), generator=torch.Generator().manual_seed(1))
 REMOVED = ["3.self_attn", "1.mlp", "0.self_attn", "1.self_attn", "2.mlp"]  # block 1, and others
 BLOCKS = ["2.mlp", "0.self_attn", "2.self_attn", "0.mlp"]

@@ -11,7 +11,7 @@ import zlib
 import pytest
 import torch
 from toy import assert_same, flags, rows, timeless
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import config
 import models
@@ -34,7 +34,7 @@ def make_model(folder, *, tied, padding=0):
     """An untrained Qwen3 with confident, prompt-dependent predictions, saved for vLLM. The last
     `padding` rows of its head are not tokens."""
     torch.manual_seed(0)
-    tokenizer = arithmetic.make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic.BASE)
     shape = Qwen3Config(
         vocab_size=len(tokenizer) + padding, hidden_size=64, intermediate_size=96,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,

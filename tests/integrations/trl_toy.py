@@ -23,7 +23,7 @@ from tasks import arithmetic
 PROMPTS = ["f", "bb", "ccc", "gg"]  # 0 to 3 of their 4 completions are right
 MANY = [a + b for a in "abcdefgh" for b in "abcdefgh"]
 REAL_GENERATE = trl.GRPOTrainer._generate_and_score_completions
-TOKENIZER = arithmetic.make_tokenizer()
+TOKENIZER = transformers.AutoTokenizer.from_pretrained(arithmetic.BASE)
 
 
 class DoubleHead:
