@@ -86,8 +86,9 @@ def resolve(cfg: Config) -> Config:
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
     if cfg.lora:
-        # Ten times the one for all weights, at any rank (Schulman et al., LoRA Without Regret, 2025).
-        # tiny: 3e-3 was the best of four rates, and at 6e-3 one run of five collapsed.
+        # Ten times the one for all weights, at any rank, as Schulman et al. found (LoRA Without
+        # Regret, 2025, thinkingmachines.ai/blog/lora). With tiny 3e-3 was the best of four rates;
+        # at 6e-3 one run of five collapsed.
         defaults["lr"] = 3e-3 if tiny else 1e-5
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
