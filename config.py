@@ -86,7 +86,7 @@ def resolve(cfg: Config) -> Config:
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
     if cfg.lora:
-        # Ten times the one for all weights, at any rank, as Schulman et al. found (LoRA Without
+        # Ten times the rate of all weights, at any rank, as Schulman et al. found (LoRA Without
         # Regret, 2025, thinkingmachines.ai/blog/lora). With tiny 3e-3 was the best of four rates;
         # at 6e-3 one run of five collapsed.
         defaults["lr"] = 3e-3 if tiny else 1e-5

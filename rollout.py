@@ -11,12 +11,13 @@ minimal.py's `sample` has the same loop. This one also reads each prompt once fo
 lets them share a row of the batch while their texts are equal (on a CPU), and gives each completion
 random numbers of its own, so that it does not depend on what else is sampled.
 
-Two engines can replace it, and return the same Rollouts: hf (transformers' model.generate,
+Two engines can take the loop's place, and also return Rollouts: hf (transformers' model.generate,
 engines/hf.py) and vllm (for large models on GPUs, engines/vllm_engine.py).
 
 Letters: K prompts, G completions each, T = max_new_tokens, V vocabulary, B = completions of a
 batch, W tokens of the longest of their prompts. n completions are active. They have R texts, which
-are rows of the batch, and C texts after the next token. (On a GPU each completion is a text.)
+are rows of the batch, and C texts after the next token. (On a GPU each completion has a text of its
+own, after its first token.)
 """
 
 import math
@@ -140,7 +141,7 @@ def decode(model, prompts, group_size: int, record: "Record") -> None:
     """
     T, device = record.sampling.max_new_tokens, model.device
     look = LOOK_EVERY[device.type]
-    shares = device.type == "cpu"
+    shares = look == 1  # on a CPU
 
     # Padding on the left makes all completions begin in one column.
     ids, mask = pad_left(prompts, device)  # [K, W]
@@ -160,7 +161,8 @@ def decode(model, prompts, group_size: int, record: "Record") -> None:
     active = torch.arange(len(record.ids), device=device)  # [n], completions that go on
     row_of = active // group_size  # the row of each of them
     for t in range(T):
-        # Each new text continues a row [C] by a token [C, 1]; text_of [n]: those of completions.
+        # Each new text continues a row [C] by a token [C, 1]. text_of [n]: the text of each
+        # completion, from now on.
         rows, token, text_of = record.draw(logits, active, row_of, t, shares)
         if t + 1 == T:
             break
@@ -199,7 +201,7 @@ class Record:
     def draw(self, logits, active, row_of, t: int, shares: bool):
         """Draw token t of the completions `active` [n] from the logits [R, V] of their rows, row_of
         [n]. Returns the texts after it: the row [C] that each continues, the token [C, 1] that it
-        adds, and the text of each completion [n]. If completions do not share rows, each is one."""
+        adds, and the text of each completion [n]. If rows are not shared, each has its own."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits[:, : self.vocab_size].to(dtype)  # [R, V]; the head may have more rows
         logprobs = self.warpers(None, logits).log_softmax(dim=1)
@@ -217,7 +219,7 @@ class Record:
         entropy = torch.special.entr(probs).sum(dim=1)[rows]
         # Energy: (1 - p)^2 of the token, by expm1, which does not cancel, and p^2 of all others.
         others = probs if not shares and len(rows) == len(probs) else probs[rows]  # [C, V]
-        others.scatter_(1, token, 0.0)  # in probs itself, if nobody reads it again
+        others.scatter_(1, token, 0.0)  # in probs itself, if each of its rows has one token
         energy = logprob.expm1().square() + others.square().sum(dim=1)
         self.ids[active, t] = token[text_of, 0]
         self.figures[:, active, t] = torch.stack([logprob, entropy, energy]).float()[:, text_of]

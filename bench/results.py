@@ -15,7 +15,7 @@ from bench import COLORS, peers
 from runtime import log
 
 FOLDER = Path("runs")
-TASKS = {  # and the accuracies that runs of them raced to
+TASKS = {  # task: (title, the accuracy that its runs raced to)
     "arithmetic": ("default task", 0.98), "arithmetic-mixed": ("mixed task", 0.95),
 }  # fmt: skip
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 1 to 9 degrees; more use the last

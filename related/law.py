@@ -10,7 +10,7 @@ expensive one is worth it. gamma is negative: the more is removed, the higher th
     python -m related.law    fit it to the rows of small runs, and predict others
 
 The rows are runs/law.json: models like that of the embedded task, in three widths, were trained on
-it, pruned by related/structured.py, and trained again.
+it, pruned by 2ssp or by depth (relative L2, whose code is gone), and trained again.
 
 The form is as a summary of the paper gives it. How it is fitted is our reconstruction.
 

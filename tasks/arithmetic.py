@@ -9,9 +9,9 @@ continues from the wrong total. It therefore solves nearly all problems without 
 most long ones. Reinforcement learning has to amplify the right habit, first on short chains, then
 on long ones, so groups that are dead (all right or all wrong) come alive and die again.
 
-A problem is a function of (split, index), so no data is stored. The base model is stored, in
-the folder BASE: a Qwen3 of 0.8 M parameters, trained from nothing in two minutes (the program:
-`git show dd2709c:tasks/arithmetic.py`), with weights in float16. It has a token for each byte.
+A problem is a function of (split, index), so no data is stored. The base model is stored, in the
+folder BASE: a Qwen3 of 0.8 M parameters in float16, trained from nothing in two minutes (by `git
+show dd2709c:tasks/arithmetic.py`). Its tokenizer has a token for each byte.
 """
 
 import random

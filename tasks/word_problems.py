@@ -7,7 +7,7 @@ Word problems of our own, for a real language model such as SmolLM2-135M.
               41-5=36
               \\boxed{36}
 
-No data are stored: a problem is a function of (split, index).
+No problem is stored: each is a function of (split, index).
 
 "heldout" problems are told in sentences of their own, the last quarter of each list in
 sentences.json. So a model that trained on the other splits has never seen their wording.
@@ -136,4 +136,4 @@ def _tell(rng: random.Random, plot: list[str], drawn: list[dict], *, held_out: b
         sentence = rng.choice(sentences[seen:] if held_out else sentences[:seen])
         times = "twice" if numbers["k"] == 2 else f"{numbers['k']} times"
         told.append(sentence.format(**words, **numbers, times=times))
-    return " ".join(" ".join(told).split())
+    return " ".join(told)

@@ -120,9 +120,11 @@ def test_engines_sample_from_a_pruned_model(tmp_path):
 
 
 def test_scores_are_losses_without_a_block():
-    """Catches a block that is off by one, and one of whose parts only one is gone."""
+    """Catches a block that is off by one, and a block of which only one part is removed."""
     model = make()
-    for block, score in enumerate(structured.block_losses(model, IDS)):
+    scores = structured.block_losses(model, IDS)
+    assert len(scores) == 4
+    for block, score in enumerate(scores):
         gone = without(model, [f"{block}.self_attn", f"{block}.mlp"])
         assert score.item() == pytest.approx(nll(gone).item(), rel=1e-4)
 
