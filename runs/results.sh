@@ -23,11 +23,11 @@ words)
         python -m bench race --json runs/words.jsonl --setting words --reach 1 "$@"
     }
     equal_seconds --seeds 5 --methods \
-        "nonzero, 16 x 8=--method nonzero $batch --steps 9 --lr 2e-5 --eval-every 3" \
-        "adaptive, 16 x 8=--method adaptive $batch --steps 15 --lr 2e-5 --eval-every 5"
+        "nonzero=--method nonzero $batch --steps 9 --lr 2e-5 --eval-every 3" \
+        "adaptive=--method adaptive $batch --steps 15 --lr 2e-5 --eval-every 5"
     equal_seconds --seeds 3 --methods \
-        "adaptive, LoRA 8 at 2e-4=--method adaptive $batch --steps 15 --lora 8 --lr 2e-4 --eval-every 5" \
-        "adaptive, LoRA 8 at 4e-4=--method adaptive $batch --steps 15 --lora 8 --lr 4e-4 --eval-every 5"
+        "LoRA 8, 2e-4=--method adaptive $batch --steps 15 --lora 8 --lr 2e-4 --eval-every 5" \
+        "LoRA 8, 4e-4=--method adaptive $batch --steps 15 --lora 8 --lr 4e-4 --eval-every 5"
     ;;
 reach)
     until_accuracy() {
