@@ -2,7 +2,7 @@
 # The rows of docs/results.md, on CPU cores without a GPU and without other programs.
 #   bash runs/results.sh peers     train.py and TRL, an hour; after pip install -r requirements-trl.txt
 #   bash runs/results.sh savings   equal steps, an hour
-#   bash runs/results.sh words     SmolLM2, two hours; after bash runs/smollm2.sh
+#   bash runs/results.sh words     SmolLM2, three hours; after bash runs/smollm2.sh
 #   bash runs/results.sh reach     seconds to an accuracy, two hours
 # The same command continues where it was stopped. `python -m bench results` prints and draws the rows.
 # Those of reach.jsonl that are named adaptive alone measured their rest; it was not yet a constant.
@@ -23,8 +23,9 @@ words)
         python -m bench race --json runs/words.jsonl --setting words --reach 1 "$@"
     }
     equal_seconds --seeds 5 --methods \
-        "nonzero=--method nonzero $batch --steps 9 --lr 2e-5 --eval-every 3" \
-        "adaptive=--method adaptive $batch --steps 15 --lr 2e-5 --eval-every 5"
+        "nonzero, 4e-5=--method nonzero $batch --steps 12 --lr 4e-5 --eval-every 4" \
+        "nonzero, 2e-5=--method nonzero $batch --steps 9 --lr 2e-5 --eval-every 3" \
+        "adaptive, 2e-5=--method adaptive $batch --steps 15 --lr 2e-5 --eval-every 5"
     equal_seconds --seeds 3 --methods \
         "LoRA 8, 2e-4=--method adaptive $batch --steps 15 --lora 8 --lr 2e-4 --eval-every 5" \
         "LoRA 8, 4e-4=--method adaptive $batch --steps 15 --lora 8 --lr 4e-4 --eval-every 5"
