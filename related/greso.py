@@ -15,7 +15,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from numpy.random import Generator
@@ -83,10 +83,11 @@ class GresoTrainer(train.Trainer):
         Q = self.cfg.prompts_per_step
         prompts, rewards, used = self.greso.collect(roll_out, Q, order, generator)
         ids = [ids for part in rounds for ids in part.prompt_ids]
-        parts = [[*vars(part).values()][1:] for part in rounds]
-        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-        self.every = prompts, rollout.Rollouts(ids, *columns), rewards
-        found = rollout.Rollouts([ids[k] for k in used], *(column[used] for column in columns))
+        names = [field.name for field in fields(rollout.Rollouts) if field.name != "prompt_ids"]
+        every = {name: torch.cat([getattr(part, name) for part in rounds]) for name in names}
+        self.every = prompts, rollout.Rollouts(ids, **every), rewards
+        of_used = {name: tensor[used] for name, tensor in every.items()}
+        found = rollout.Rollouts([ids[k] for k in used], **of_used)
         engine = types.SimpleNamespace(sample=lambda *_args, **_options: found)
         self.sampling = replace(self.sampling, engine=engine)
         return prompts[used]

@@ -10,8 +10,8 @@ most long ones. Reinforcement learning has to amplify the right habit, first on 
 on long ones, so groups that are dead (all right or all wrong) come alive and die again.
 
 A problem is a function of (split, index), so no data is stored. The base model is stored, in the
-folder BASE: a Qwen3 of 0.8 M parameters in float16, trained from nothing in two minutes (by `git
-show dd2709c:tasks/arithmetic.py`). Its tokenizer has a token for each byte.
+folder BASE: a Qwen3 of 0.8 M parameters in float16. Its tokenizer has a token for each byte. The
+program that trained it, in two minutes, is `git show dd2709c:tasks/arithmetic.py`.
 """
 
 import random
