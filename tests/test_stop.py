@@ -28,6 +28,18 @@ COMMON = {"steps": 5, "save_every": 3, "eval_every": 2, "eval_problems": 3, "lr"
 # ---------------------------------------------------------------------------- signals
 
 
+@pytest.fixture(autouse=True)
+def in_the_foreground():
+    """A shell ignores Ctrl-C for what it starts in the background, such as `pytest &`."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def signal_at(monkeypatch, owner, name, call, number):
     """Send this process the signal `number` at the n-th call of owner.name within the run."""
     real, calls, sent = getattr(owner, name), [], []
